@@ -1,0 +1,180 @@
+"""What an engine looks like from outside: the values and the protocol every front end speaks.
+
+A front end turns its clients' wishes into `Request` values, iterates what
+`EngineClient.generate` yields and closes the iterator when nobody listens any more. It knows
+nothing else of an engine, and an engine knows nothing of HTTP or text.
+"""
+
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from attrs import field, frozen
+
+from kvflow.errors import CapacityError, KvflowError
+
+MAX_LOGPROBS = 20
+SEED_BOUND = 2**63
+
+FinishReason = Literal["stop", "length"]
+
+
+class InvalidRequest(KvflowError, ValueError):
+    """A request that breaks a rule; `param` names the field at fault."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Overloaded(CapacityError):
+    """The engine takes no further request now; the same request may succeed later."""
+
+
+def _require(holds: bool, param: str, value: object, rule: str) -> None:
+    if not holds:
+        raise InvalidRequest(param, f"{param} is {value!r}, but must be {rule}")
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_finite(value: object) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and math.isfinite(value)  # type: ignore[arg-type]
+
+
+@frozen
+class SamplingParams:
+    """How to choose tokens and when to end; a wrong value raises `InvalidRequest`.
+
+    max_tokens: at most this many tokens are generated, at least 1.
+    temperature: divides the logits; 0 means greedy, and then top_p and seed say nothing.
+    top_p: nucleus mass in (0, 1].
+    seed: in [0, 2**63); randomness is a function of (seed, position) alone.
+    stop_token_ids: each of them ends the request, also under ignore_eos.
+    ignore_eos: the model's own end-of-sequence ids do not end the request.
+    num_logprobs: None for no logprobs; k in [0, 20] for the chosen token's and the k best.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=tuple)
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        temperature, top_p = self.temperature, self.top_p
+        _require(_is_int(self.max_tokens, 1, 2**62), "max_tokens", self.max_tokens, "an int >= 1")
+        _require(
+            _is_finite(temperature) and temperature >= 0,
+            "temperature",
+            temperature,
+            "finite and >= 0",
+        )
+        _require(_is_finite(top_p) and 0 < top_p <= 1, "top_p", top_p, "in (0, 1]")
+        _require(_is_int(self.seed, 0, SEED_BOUND - 1), "seed", self.seed, "an int in [0, 2**63)")
+        for token in self.stop_token_ids:
+            _require(_is_int(token, 0, 2**31 - 1), "stop_token_ids", token, "token ids >= 0")
+        if self.num_logprobs is not None:
+            rule = f"None or an int in [0, {MAX_LOGPROBS}]"
+            _require(
+                _is_int(self.num_logprobs, 0, MAX_LOGPROBS), "logprobs", self.num_logprobs, rule
+            )
+
+
+@frozen
+class Request:
+    """One sequence to continue.
+
+    request_id: unique among the requests that live in the engine at the same time.
+    prompt: token ids, at least one.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...] = field(converter=tuple)
+    sampling: SamplingParams
+
+    def __attrs_post_init__(self) -> None:
+        _require(bool(self.request_id), "request_id", self.request_id, "a non-empty string")
+        _require(len(self.prompt) >= 1, "prompt", self.prompt, "at least one token id")
+
+
+@frozen
+class TokenOutput:
+    """One generated token of one request, in order of position.
+
+    position: index of the token in its request; the first one is at len(prompt).
+    finish_reason: None, except in the last output: "stop" (this token is an end-of-sequence or
+        stop token) or "length" (max_tokens reached).
+    logprob: natural log of the token's probability, when logprobs were asked for.
+    top_logprobs: (token id, logprob) of the most likely tokens, best first.
+    cached_tokens: prompt tokens reused from a prefix cache; meaningful in the first output.
+    transfer: the report of the KV transfer, in the first output that knows it, for instance
+        {"nbytes": ..., "num_descriptors": ..., "num_links": ..., "plan_digest": ...,
+        "verified": True}. JSON values only.
+    """
+
+    request_id: str
+    token: int
+    position: int
+    finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    cached_tokens: int = 0
+    transfer: Mapping[str, Any] | None = None
+
+
+@frozen
+class Sample:
+    """One measured value. `suffix` is "" or, in a histogram, "_bucket", "_sum" or "_count"."""
+
+    value: float
+    labels: Mapping[str, str] = field(factory=dict)
+    suffix: str = ""
+
+
+@frozen
+class Metric:
+    """One family of samples under one name, as Prometheus understands it."""
+
+    name: str
+    help: str
+    kind: Literal["counter", "gauge", "histogram"]
+    samples: tuple[Sample, ...] = field(converter=tuple)
+
+
+class EngineClient(Protocol):
+    """An engine, whole, from outside. All calls are made from one event loop."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The most positions one request may have: prompt tokens + max_tokens."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        ...
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
+        """Yield the request's tokens as they come; an async generator function fits.
+
+        The last output carries a finish_reason. Closing the generator early, or cancelling the
+        task that iterates it, aborts the request and frees what it holds on every side.
+
+        Raises, from the first step on: `Overloaded` when the engine is full, `InvalidRequest`
+        when the request breaks a rule of this engine, other `KvflowError` when it failed.
+        """
+        ...
+
+    def metrics(self) -> Sequence[Metric]:
+        """A snapshot of the engine's own metrics."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether the engine can serve a request now."""
+        ...
