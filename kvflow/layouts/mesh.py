@@ -1,0 +1,138 @@
+"""Meshes: named axes of ranks, and which ranks hold which shard.
+
+The order of the axes is said once, slowest first. An axis multiplies the ranks, or is folded over
+other axes: then it names groups among the ranks those axes already have. PCP 4 with DCP 4 folded
+over it is 4 ranks; PCP 2 x DCP 2 as plain axes is 4 ranks with shard strides of the product.
+"""
+
+from math import prod
+
+import numpy as np
+from attrs import field, frozen
+
+from kvflow.errors import LayoutError
+from kvflow.layouts.sharding import Ints, IntsLike, Sharding, as_ints, positive
+
+
+@frozen
+class Axis:
+    """A named axis. With `over`, the axis adds no ranks: its coordinate is the index of the rank
+    along those axes, modulo `size`."""
+
+    name: str
+    size: int = field(validator=positive)
+    over: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.size}" + (f"@{'*'.join(self.over)}" if self.over else "")
+
+
+@frozen
+class Mesh:
+    """Ranks 0..num_ranks-1 in the C order of the plain axes (the last one is fastest).
+
+    >>> mesh = Mesh((Axis("pcp", 4), Axis("tp", 2), Axis("dcp", 4, over=("pcp", "tp"))))
+    >>> mesh.num_ranks, mesh.ranks_by_shard("dcp")
+    (8, ((0, 4), (1, 5), (2, 6), (3, 7)))
+    """
+
+    axes: tuple[Axis, ...]
+
+    def __attrs_post_init__(self) -> None:
+        names = [a.name for a in self.axes]
+        if len(set(names)) != len(names):
+            raise LayoutError(f"axes named twice in {names}")
+        for axis in self.axes:
+            for other in axis.over:
+                if self[other].over:
+                    raise LayoutError(f"{axis} folds over {other}, which is folded itself")
+            extent = prod(self[other].size for other in axis.over)
+            if axis.over and extent % axis.size:
+                raise LayoutError(
+                    f"{axis}: size {axis.size} must divide the {extent} ranks it folds over"
+                )
+
+    def __getitem__(self, name: str) -> Axis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise LayoutError(f"no axis {name!r} in {[a.name for a in self.axes]}")
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(a.size for a in self.axes if not a.over)
+
+    def coordinate(self, name: str, ranks: IntsLike) -> Ints:
+        """Each rank's place on an axis. Raises `LayoutError` for a rank the mesh does not have."""
+        r, axis = as_ints(ranks), self[name]
+        if ((r < 0) | (r >= self.num_ranks)).any():
+            raise LayoutError(f"rank {int(r.max())} is not one of the {self.num_ranks} of {self}")
+        if axis.over:
+            return self._index(axis.over, r) % axis.size
+        plain = [a for a in self.axes if not a.over]
+        inner = prod(a.size for a in plain[plain.index(axis) + 1 :])
+        return r // inner % axis.size
+
+    def _index(self, names: tuple[str, ...], ranks: Ints) -> Ints:
+        """Mixed-radix index of each rank over several axes, in the mesh's own order."""
+        index = np.zeros_like(ranks)
+        for axis in self.axes:
+            if axis.name in names:
+                index = index * axis.size + self.coordinate(axis.name, ranks)
+        return index
+
+    def ranks_by_shard(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """For every index over the named axes, the ranks that share it (the replicas)."""
+        ranks = np.arange(self.num_ranks, dtype=np.int64)
+        index = self._index(names, ranks)
+        size = prod(self[n].size for n in names)
+        return tuple(tuple(int(r) for r in ranks[index == s]) for s in range(size))
+
+    def place(self, sharding: Sharding, *names: str) -> "Placement":
+        """Deals the shards of `sharding` along the named axes; all other axes replicate."""
+        return Placement(sharding, self.ranks_by_shard(*names))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.axes))
+
+
+@frozen
+class Placement:
+    """A token sharding and, for each shard, the ranks that hold a copy of it."""
+
+    sharding: Sharding
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.ranks) != self.sharding.num_shards:
+            raise LayoutError(
+                f"{self.sharding} has {self.sharding.num_shards} shards, "
+                f"ranks are given for {len(self.ranks)}"
+            )
+        flat = [r for group in self.ranks for r in group]
+        if len(set(flat)) != len(flat) or not all(self.ranks):
+            raise LayoutError(
+                f"every shard needs ranks of its own, a rank holds one shard: got {self.ranks}"
+            )
+
+    @classmethod
+    def simple(cls, sharding: Sharding) -> "Placement":
+        """Shard s on rank s."""
+        return cls(sharding, tuple((s,) for s in range(sharding.num_shards)))
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(r for group in self.ranks for r in group))
+
+    def shard_of(self, rank: int) -> int:
+        """The shard a rank holds. Raises `LayoutError` for a rank outside the placement."""
+        for shard, group in enumerate(self.ranks):
+            if rank in group:
+                return shard
+        raise LayoutError(f"rank {rank} holds nothing, the ranks are {self.all_ranks}")
+
+    def __str__(self) -> str:
+        if self.ranks == tuple((s,) for s in range(len(self.ranks))):
+            return str(self.sharding)
+        groups = "|".join(",".join(map(str, g)) for g in self.ranks)
+        return f"{self.sharding} on {groups}"

@@ -1,0 +1,136 @@
+"""Paging: local index -> slot. A slot is block_id * block_size + offset, in one rank's pool."""
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from attrs import field, frozen
+
+from kvflow.errors import LayoutError
+from kvflow.layouts.mesh import Placement
+from kvflow.layouts.sharding import Ints, IntsLike, RoundRobin, as_ints, positive
+
+PADDING_SLOT = -1
+"""Marks "no slot" inside arrays handed to a kernel; only `kernel_slots` writes it."""
+
+
+@runtime_checkable
+class Paging(Protocol):
+    """`block_size` slots share a block id; the block table of a request binds late."""
+
+    @property
+    def block_size(self) -> int: ...
+
+
+@frozen
+class Paged:
+    """Blocks of a device pool."""
+
+    block_size: int = field(validator=positive)
+
+    def __str__(self) -> str:
+        return f"paged({self.block_size})"
+
+
+@frozen
+class Dense:
+    """One block that holds all `capacity` slots: slot = local index. The block table is [0]."""
+
+    capacity: int = field(validator=positive)
+
+    @property
+    def block_size(self) -> int:
+        return self.capacity
+
+    def __str__(self) -> str:
+        return f"dense({self.capacity})"
+
+
+@frozen
+class Pool:
+    """Pages of a host pool; ``block_size=1`` makes it row-granular."""
+
+    block_size: int = field(default=1, validator=positive)
+
+    def __str__(self) -> str:
+        return f"pool({self.block_size})"
+
+
+@frozen
+class LocalSlot:
+    """The place of one token in the pool of `rank`."""
+
+    rank: int
+    index: int
+
+
+@frozen
+class GlobalSlot:
+    """block_id*B*W + (t mod B*W): a place in the pools of all W ranks together. It exists only if
+    the interleave divides the block size, for then a block id stands for B*W consecutive
+    positions (a virtual block)."""
+
+    index: int
+
+
+def to_local_slot(slot: GlobalSlot, deal: RoundRobin, paging: Paging) -> LocalSlot:
+    """The rank and local slot of a global one. Raises `LayoutError` where none exists."""
+    if not isinstance(slot, GlobalSlot):
+        raise LayoutError(f"expected a GlobalSlot, got {slot!r}")
+    span = _virtual_block_size(deal, paging)
+    block, position = divmod(slot.index, span)
+    rank, local = int(deal.owner(position)), int(deal.local(position))
+    return LocalSlot(rank, block * paging.block_size + local)
+
+
+def to_global_slot(slot: LocalSlot, deal: RoundRobin, paging: Paging) -> GlobalSlot:
+    """The inverse of `to_local_slot`."""
+    if not isinstance(slot, LocalSlot):
+        raise LayoutError(f"expected a LocalSlot, got {slot!r}")
+    span = _virtual_block_size(deal, paging)
+    block, local = divmod(slot.index, paging.block_size)
+    return GlobalSlot(block * span + int(deal.token(slot.rank, local)))
+
+
+def _virtual_block_size(deal: RoundRobin, paging: Paging) -> int:
+    if paging.block_size % deal.interleave:
+        raise LayoutError(
+            f"no global slots: interleave {deal.interleave} does not divide "
+            f"block_size {paging.block_size}; use (rank, LocalSlot)"
+        )
+    return paging.block_size * deal.num_shards
+
+
+def num_entries(placement: Placement, paging: Paging, length: int) -> int:
+    """Block-table entries that positions below `length` need: the fullest shard decides.
+
+    >>> deal = Placement.simple(RoundRobin(4, interleave=16))
+    >>> num_entries(deal, Paged(4), 200)  # ceil(200 / (4*4)) would say 13
+    14
+    """
+    sharding = placement.sharding
+    fullest = int(sharding.local_len(length, np.arange(sharding.num_shards)).max())
+    return -(-fullest // paging.block_size)
+
+
+def slots_of(paging: Paging, table: IntsLike, local: IntsLike) -> Ints:
+    """The slot function: block table and local indices -> slots. Raises `LayoutError` for a local
+    index that the table does not reach."""
+    ids, index = as_ints(table), as_ints(local)
+    entry = index // paging.block_size
+    if index.size and not (int(index.min()) >= 0 and int(entry.max()) < len(ids)):
+        raise LayoutError(
+            f"local index {int(index.max() if index.min() >= 0 else index.min())} needs entry "
+            f"{int(entry.max())} of a block table of {len(ids)} entries of {paging.block_size}"
+        )
+    return ids[entry] * paging.block_size + index % paging.block_size
+
+
+def kernel_slots(
+    placement: Placement, paging: Paging, table: IntsLike, positions: IntsLike, rank: int
+) -> Ints:
+    """Slots on `rank` for each position, `PADDING_SLOT` where another rank owns it."""
+    t, sharding = as_ints(positions), placement.sharding
+    mine = sharding.owner(t) == placement.shard_of(rank)
+    slots = np.full(t.shape, PADDING_SLOT, np.int64)
+    slots[mine] = slots_of(paging, table, sharding.local(t[mine]))
+    return slots
