@@ -1,0 +1,248 @@
+"""Codecs: float vectors <-> the packed bytes of one token, for latent rows and indexer keys.
+
+What a row looks like is read off its `Record`'s fields; no layout is known by name. An fp8 field
+``v`` of n values is stored as e4m3fn codes and float32 scales, ``value = code * scale``:
+
+* latent rows (``fp8_ds_mla``): one scale per 128 values, ``max(amax, 1e-10) / 448``;
+* indexer keys: one scale, the smallest power of two that is at least ``max(amax, 1e-10) / 448``.
+
+Every operation is per value or an exact maximum, so a row's bytes do not depend on its batch.
+NaN, infinity and rounding: docs/decisions/0003-fp8-rounding-and-nan.md.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from kvflow.errors import LayoutError
+from kvflow.layouts.record import SCALE_GROUP, Record
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+FP8_NAN = 0x7F
+SCALE_FLOOR = 1e-10
+"""Smallest amax a scale is made from: a row of zeros has a defined scale."""
+CPU_CHUNK = 256
+"""Rows per pass on a CPU, so that the temporaries of a pass stay in its cache."""
+
+_FLOATS = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+ScaleRule = Callable[[Tensor], Tensor]
+
+
+@frozen
+class Span:
+    """`size` values of `dtype` at byte `offset` of a packed row."""
+
+    offset: int
+    size: int
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Byte after the last one."""
+        return self.offset + self.size * self.dtype.itemsize
+
+
+@frozen
+class RowFormat:
+    """Spans of a packed row: a value vector (scaled when fp8), a plain vector, padding."""
+
+    nbytes: int
+    values: Span
+    scale: Span | None
+    plain: Span | None
+    padding: tuple[Span, ...]
+
+    @property
+    def size(self) -> int:
+        """Values of one decoded row."""
+        return self.values.size + (self.plain.size if self.plain else 0)
+
+    @property
+    def group(self) -> int:
+        """Values under one scale."""
+        assert self.scale is not None
+        return self.values.size if self.scale.size == 1 else SCALE_GROUP
+
+
+@lru_cache(maxsize=256)
+def row_format(record: Record, values: str, plain: str | None, group: int | None) -> RowFormat:
+    """Read a record's fields: vector `values`, scaled per `group` values (None: one scale) when
+    its dtype is fp8, and vector `plain`. Raises `LayoutError` for any other set of fields."""
+    by_name = {f.name: f for f in record.fields}
+    if values not in by_name or (plain is not None and plain not in by_name):
+        raise LayoutError(f"{record} needs the fields {[n for n in (values, plain) if n]}")
+    known = {values, plain, "scale", "padding"}
+    if unknown := [n for n in by_name if n not in known]:
+        raise LayoutError(f"{record} has fields {unknown}, no codec writes them")
+
+    def span(name: str, allowed: dict[str, torch.dtype]) -> Span:
+        f = by_name[name]
+        if f.dtype not in allowed:
+            raise LayoutError(f"field {name} of {record} is {f.dtype}, must be in {list(allowed)}")
+        return Span(record.field_offset(name), f.num_elements, allowed[f.dtype])
+
+    vector = span(values, {**_FLOATS, "float8_e4m3fn": FP8})
+    num_scales = by_name["scale"].num_elements if "scale" in by_name else 0
+    expected = 0 if vector.dtype != FP8 else 1 if group is None else -(-vector.size // group)
+    if num_scales != expected:
+        raise LayoutError(f"{record} has {num_scales} scales, {vector.size} values need {expected}")
+    return RowFormat(
+        nbytes=record.nbytes,
+        values=vector,
+        scale=span("scale", {"float32": torch.float32}) if expected else None,
+        plain=span(plain, _FLOATS) if plain else None,
+        padding=(span("padding", {"uint8": torch.uint8}),) if "padding" in by_name else (),
+    )
+
+
+def encode_latent(record: Record, latent: Tensor, rope: Tensor) -> Tensor:
+    """Latent rows as bytes: `latent` [n, R] and `rope` [n, dr], any float dtype ->
+    uint8 [n, record.nbytes]. Raises `LayoutError` for shapes or fields that do not fit."""
+    fmt = row_format(record, "latent", "rope", SCALE_GROUP)
+    return _encode(fmt, latent, rope, group_scale)
+
+
+def decode_latent(record: Record, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Latent rows as values: uint8 [..., record.nbytes] -> `dtype` [..., R + dr], latent first."""
+    return _decode(row_format(record, "latent", "rope", SCALE_GROUP), rows, dtype)
+
+
+def encode_index_key(record: Record, key: Tensor) -> Tensor:
+    """Indexer keys as bytes: `key` [n, di], any float dtype -> uint8 [n, record.nbytes]. The rows
+    are packed; a planar record's pages are written by `scatter_rows`."""
+    return _encode(row_format(record, "key", None, None), key, None, power_of_two_scale)
+
+
+def decode_index_key(record: Record, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Indexer keys as values: uint8 [..., record.nbytes] -> `dtype` [..., di]."""
+    return _decode(row_format(record, "key", None, None), rows, dtype)
+
+
+def group_scale(amax: Tensor) -> Tensor:
+    """float32 ``max(amax, 1e-10) / 448``, correctly rounded."""
+    return amax.clamp_min(SCALE_FLOOR).div_(FP8_MAX)
+
+
+def power_of_two_scale(amax: Tensor) -> Tensor:
+    """Smallest float32 power of two at least ``max(amax, 1e-10) / 448``, exactly.
+
+    448 is 1.75 * 2^8: subtract 8 from the exponent, and round it up when the mantissa of amax is
+    above 1.75 (a carry out of the mantissa bits), without a logarithm.
+    """
+    bits = amax.clamp_min(SCALE_FLOOR).view(torch.int32)
+    return (((bits + 0x1FFFFF) >> 23) - 8 << 23).view(torch.float32)
+
+
+@torch.no_grad()
+def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, rule: ScaleRule) -> Tensor:
+    _check_vector("values", values, fmt.values.size)
+    n = len(values)
+    out = torch.empty(n, fmt.nbytes, dtype=torch.uint8, device=values.device)
+    for pad in fmt.padding:
+        out[:, pad.offset : pad.end] = 0
+    if plain is not None and fmt.plain is not None:
+        _check_vector("rope", plain, fmt.plain.size)
+        if len(plain) != n or plain.device != values.device:
+            raise LayoutError(
+                f"{n} latent rows on {values.device}, {len(plain)} rope rows on {plain.device}"
+            )
+        _store(out, fmt.plain, plain)
+    if fmt.scale is None:
+        _store(out, fmt.values, values)
+        return out
+    group = fmt.group
+    padded = fmt.scale.size * group
+    step = min(n, CPU_CHUNK) if out.device.type == "cpu" else n
+    scratch = torch.zeros(step, padded, device=out.device)
+    for start in range(0, n, max(step, 1)):
+        rows = out[start : start + step]
+        x = scratch[: len(rows)]
+        x[:, : fmt.values.size].copy_(values[start : start + step])
+        codes, scale = _quantise(x.view(-1, fmt.scale.size, group), rule)
+        rows[:, fmt.values.offset : fmt.values.end] = codes.view(-1, padded)[:, : fmt.values.size]
+        rows[:, fmt.scale.offset : fmt.scale.end] = scale.view(torch.uint8)
+        x[:, fmt.values.size :] = 0
+    return out
+
+
+def _quantise(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    """float32 [n, groups, size], overwritten -> codes uint8 of that shape, scales [n, groups]."""
+    amax = x.abs().amax(-1)
+    poisoned = amax.isfinite().logical_not_()
+    scale = rule(amax)
+    codes = x.div_(scale[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    if x.device.type != "cpu" or poisoned.any():
+        scale.masked_fill_(poisoned, torch.nan)
+        codes.masked_fill_(poisoned[..., None], FP8_NAN)
+    return codes, scale
+
+
+@torch.no_grad()
+def _decode(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.dtype != torch.uint8 or rows.ndim < 1 or rows.shape[-1] != fmt.nbytes:
+        raise LayoutError(
+            f"rows are {rows.dtype} {list(rows.shape)}, must be torch.uint8 [..., {fmt.nbytes}]"
+        )
+    if dtype not in _FLOATS.values():
+        raise LayoutError(f"decode to {dtype}, must be one of {list(_FLOATS)}")
+    flat = rows.reshape(rows.shape[:-1].numel(), fmt.nbytes)
+    out = torch.empty(len(flat), fmt.size, dtype=dtype, device=rows.device)
+    if fmt.plain is not None:
+        out[:, fmt.values.size :].copy_(_load(flat, fmt.plain))
+    if fmt.scale is None:
+        out[:, : fmt.values.size].copy_(_load(flat, fmt.values))
+    else:
+        _dequantise(fmt, fmt.scale, flat, out[:, : fmt.values.size])
+    return out.view(*rows.shape[:-1], fmt.size)
+
+
+def _dequantise(fmt: RowFormat, scale: Span, rows: Tensor, out: Tensor) -> None:
+    """Write code * scale, rounded once to float32, then to the dtype of `out`."""
+    n, size, group = len(rows), fmt.values.size, fmt.group
+    step = min(n, CPU_CHUNK) if out.device.type == "cpu" else n
+    table = torch.arange(256, dtype=torch.uint8).view(FP8).float().to(rows.device)
+    index = torch.empty(step, size, dtype=torch.int32, device=rows.device)
+    values = torch.empty(step, size, device=rows.device)
+    full = size // group
+    for start in range(0, n, max(step, 1)):
+        chunk = rows[start : start + step]
+        i, x = index[: len(chunk)], values[: len(chunk)]
+        i.copy_(chunk[:, fmt.values.offset : fmt.values.end])
+        torch.index_select(table, 0, i.view(-1), out=x.view(-1))
+        scales = _load(chunk, scale)
+        x[:, : full * group].view(-1, full, group).mul_(scales[:, :full, None])
+        if full < scale.size:
+            x[:, full * group :].mul_(scales[:, full:])
+        out[start : start + step].copy_(x)
+
+
+def _store(out: Tensor, span: Span, x: Tensor) -> None:
+    """Write x [n, size] into a span of rows, each NaN as the dtype's positive quiet NaN."""
+    value = x.to(span.dtype, copy=True).contiguous()
+    value.masked_fill_(x.isnan(), torch.nan)
+    out[:, span.offset : span.end] = value.view(torch.uint8)
+
+
+def _load(rows: Tensor, span: Span) -> Tensor:
+    """A span of rows [n, nbytes] as [n, size] of its dtype; a view where alignment allows."""
+    raw = rows[:, span.offset : span.end]
+    width = span.dtype.itemsize
+    aligned = raw.storage_offset() % width == 0 and raw.data_ptr() % width == 0
+    if not aligned or raw.stride(0) % width or raw.stride(1) != 1:
+        raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
+    return raw.view(span.dtype)
+
+
+def _check_vector(name: str, x: Tensor, size: int) -> None:
+    if x.ndim != 2 or x.shape[1] != size or x.dtype not in _FLOATS.values():
+        raise LayoutError(f"{name} is {x.dtype} {list(x.shape)}, must be a float dtype [n, {size}]")
