@@ -6,7 +6,7 @@ nothing else of an engine, and an engine knows nothing of HTTP or text.
 """
 
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from attrs import field, frozen
@@ -19,7 +19,7 @@ SEED_BOUND = 2**63
 FinishReason = Literal["stop", "length"]
 
 
-class InvalidRequest(KvflowError, ValueError):
+class InvalidRequest(KvflowError, ValueError):  # noqa: N818
     """A request that breaks a rule; `param` names the field at fault."""
 
     def __init__(self, param: str, message: str) -> None:
@@ -27,13 +27,17 @@ class InvalidRequest(KvflowError, ValueError):
         self.param = param
 
 
-class Overloaded(CapacityError):
+class Overloaded(CapacityError):  # noqa: N818
     """The engine takes no further request now; the same request may succeed later."""
 
 
 def _require(holds: bool, param: str, value: object, rule: str) -> None:
     if not holds:
         raise InvalidRequest(param, f"{param} is {value!r}, but must be {rule}")
+
+
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
 
 
 def _is_int(value: object, low: int, high: int) -> bool:
@@ -62,7 +66,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = field(default=(), converter=tuple)
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=_ints)
     ignore_eos: bool = False
     num_logprobs: int | None = None
 
@@ -95,7 +99,7 @@ class Request:
     """
 
     request_id: str
-    prompt: tuple[int, ...] = field(converter=tuple)
+    prompt: tuple[int, ...] = field(converter=_ints)
     sampling: SamplingParams
 
     def __attrs_post_init__(self) -> None:
@@ -137,6 +141,10 @@ class Sample:
     suffix: str = ""
 
 
+def _samples(values: Iterable[Sample]) -> tuple[Sample, ...]:
+    return tuple(values)
+
+
 @frozen
 class Metric:
     """One family of samples under one name, as Prometheus understands it."""
@@ -144,7 +152,7 @@ class Metric:
     name: str
     help: str
     kind: Literal["counter", "gauge", "histogram"]
-    samples: tuple[Sample, ...] = field(converter=tuple)
+    samples: tuple[Sample, ...] = field(converter=_samples)
 
 
 class EngineClient(Protocol):

@@ -1,0 +1,175 @@
+"""The routes: an ASGI application over one engine and its tokenizer."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from attrs import define, evolve, frozen
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from kvflow.engine.api import EngineClient
+from kvflow.server.errors import ApiError, as_api_error, json_response
+from kvflow.server.fields import Fields, is_int, read_object, refuse
+from kvflow.server.generation import Generation, outcome_of
+from kvflow.server.metrics import CONTENT_TYPE, ServerMetrics, exposition
+from kvflow.server.protocol import (
+    Call,
+    Endpoint,
+    Model,
+    chat_text,
+    check_model,
+    read_chat,
+    read_completion,
+)
+from kvflow.server.tokenizer import TextTokenizer
+
+REPORT_HEADER = "x-kvflow-report"
+
+_READERS: dict[Endpoint, Callable[[Fields, Model], Call]] = {
+    "completions": read_completion,
+    "chat": read_chat,
+}
+
+
+@frozen
+class ServerConfig:
+    """Limits of the front. A body of token ids needs about 8 bytes per prompt token."""
+
+    max_body_nbytes: int = 32 * 2**20
+    max_choices: int = 128
+
+
+def make_app(
+    engine: EngineClient, tokenizer: TextTokenizer, config: ServerConfig | None = None
+) -> Starlette:
+    """The ASGI application; it starts nothing and owns neither engine nor tokenizer."""
+    config = config or ServerConfig()
+    model = Model(engine.model_name, engine.max_model_len, tokenizer, config.max_choices)
+    front = _Front(engine, model, config, ServerMetrics(), int(time.time()))
+    routes = [
+        Route("/v1/completions", front.completions, methods=["POST"]),
+        Route("/v1/chat/completions", front.chat, methods=["POST"]),
+        Route("/v1/models", front.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", front.one_model, methods=["GET"]),
+        Route("/health", front.health, methods=["GET"]),
+        Route("/metrics", front.show_metrics, methods=["GET"]),
+        Route("/tokenize", front.tokenize, methods=["POST"]),
+        Route("/detokenize", front.detokenize, methods=["POST"]),
+    ]
+    handlers = {ApiError: _answer_error, HTTPException: _answer_error, Exception: _answer_error}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _answer_error(request: Request, error: Exception) -> Response:
+    return as_api_error(error).response()
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, or 413 as soon as more than `limit` bytes are announced or come."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise _too_large(int(announced), limit)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise _too_large(len(body), limit)
+    return bytes(body)
+
+
+def _too_large(num_bytes: int, limit: int) -> ApiError:
+    message = f"the body has {num_bytes} bytes or more, but at most {limit} are read"
+    return ApiError(413, message, headers={"connection": "close"})
+
+
+@define(eq=False)
+class _Front:
+    engine: EngineClient
+    model: Model
+    config: ServerConfig
+    own_metrics: ServerMetrics
+    created: int
+
+    async def completions(self, request: Request) -> ASGIApp:
+        return await self._generate("completions", request)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        return await self._generate("chat", request)
+
+    async def _generate(self, endpoint: Endpoint, request: Request) -> ASGIApp:
+        arrived = time.monotonic()
+        try:
+            fields = await self._fields(request)
+            # A long prompt takes the tokenizer a while, and other streams must go on.
+            call = await asyncio.to_thread(_READERS[endpoint], fields, self.model)
+        except ClientDisconnect:
+            self.own_metrics.requests.add(1, endpoint, "aborted")
+            return Response(status_code=400)
+        except Exception as error:
+            refusal = as_api_error(error)
+            self.own_metrics.requests.add(1, endpoint, outcome_of(refusal))
+            return refusal.response()
+        if request.headers.get(REPORT_HEADER, "").lower() in ("1", "true"):
+            call = evolve(call, wants_report=True)
+        return Generation(self.engine, self.model.tokenizer, self.own_metrics, call, arrived)
+
+    async def _fields(self, request: Request) -> Fields:
+        body = await read_body(request, self.config.max_body_nbytes)
+        fields = await asyncio.to_thread(read_object, body)
+        check_model(fields, self.model.name)
+        return fields
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self.model.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvflow",
+            "max_model_len": self.model.max_model_len,
+        }
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        check_model(Fields({"model": request.path_params["name"]}), self.model.name)
+        return json_response(self._card())
+
+    async def health(self, request: Request) -> Response:
+        if not await self.engine.healthy():
+            raise ApiError(503, "the engine cannot serve now")
+        return json_response({"status": "ok"})
+
+    async def show_metrics(self, request: Request) -> Response:
+        text = exposition([*self.own_metrics.snapshot(), *self.engine.metrics()])
+        return Response(text, media_type=CONTENT_TYPE)
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        tokens = await asyncio.to_thread(_tokenize, fields, self.model.tokenizer)
+        counts = {"count": len(tokens), "max_model_len": self.model.max_model_len}
+        return json_response(counts | {"tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        tokens = fields.get("tokens")
+        if not isinstance(tokens, list) or not all(map(is_int, tokens)):
+            raise refuse("tokens", tokens, "a list of token ids")
+        text = self.model.tokenizer.decode(tokens, skip_special=False)
+        return json_response({"prompt": text})
+
+
+def _tokenize(fields: Fields, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    if fields.get("messages") is not None:
+        special = fields.boolean("add_special_tokens", False)
+        return tokenizer.encode(chat_text(fields, tokenizer), add_special_tokens=special)
+    prompt = fields.string("prompt")
+    if prompt is None:
+        raise refuse("prompt", prompt, "a string, unless messages is given")
+    special = fields.boolean("add_special_tokens", True)
+    return tokenizer.encode(prompt, add_special_tokens=special)
