@@ -1,0 +1,128 @@
+"""What executors share: a rank's cache memory, the report of a transfer, and two protocols.
+
+An `Executor` moves a bound plan when both sides are reachable as memory. An `Endpoint` is one
+rank's door to ranks in other processes: it exports its cache, connects to the exports of others
+and pulls bound plans from them.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from attrs import frozen
+
+from kvflow.errors import LayoutError
+from kvflow.kernels.rows import PageView
+from kvflow.layouts.layout import KVLayout
+from kvflow.transfers.lower import BoundPlan, PageGeometry
+
+
+@frozen(eq=False)
+class RankCache:
+    """The memory of one rank's KV cache: a `PageView` for each component of its layout."""
+
+    rank: int
+    pages: Mapping[str, PageView]
+
+    @classmethod
+    def allocate(
+        cls, layout: KVLayout, rank: int, num_blocks: Mapping[str, int], fill: int = 0
+    ) -> "RankCache":
+        """One region (one allocation) for each component, filled with a byte. `num_blocks` is by
+        group. Raises `LayoutError` for a group without blocks."""
+        pages = {}
+        for group in layout.groups:
+            n, size = num_blocks[group.name], group.paging.block_size
+            if n < 1:
+                raise LayoutError(f"group {group.name!r} gets {n} blocks, must be at least 1")
+            for name in group.components:
+                record = layout.spec[name].record
+                page = record.page_nbytes(size)
+                memory = torch.full((n * page,), fill, dtype=torch.uint8)
+                pages[name] = PageView(memory, record, size, page)
+        return cls(rank, pages)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(view.memory.numel() for view in self.pages.values())
+
+    def geometries(self) -> dict[str, PageGeometry]:
+        """Addresses of the pages in this process, by component."""
+        return {
+            name: PageGeometry(
+                view.record,
+                view.block_size,
+                view.memory.data_ptr() + view.offset,
+                view.block_stride,
+                view.num_blocks,
+            )
+            for name, view in self.pages.items()
+        }
+
+
+@frozen
+class TransferReport:
+    """What one pull did. `nbytes` is payload written at the target, `num_descriptors` what the
+    transport was given, `verified` None if nobody compared digests of the payload."""
+
+    plan_digest: str
+    nbytes: int
+    num_descriptors: int
+    num_links: int
+    strategies: tuple[str, ...]
+    seconds: float
+    verified: bool | None = None
+
+
+class Executor(Protocol):
+    """Carries out bound plans between caches of this process."""
+
+    def execute(
+        self,
+        bound: BoundPlan,
+        sources: Mapping[int, RankCache],
+        targets: Mapping[int, RankCache],
+    ) -> None:
+        """Moves every byte of the plan; caches are by rank. Targets change nowhere else."""
+        ...
+
+
+class Endpoint(Protocol):
+    """One rank's door to other processes."""
+
+    @property
+    def name(self) -> str:
+        """Unique among all processes and restarts."""
+        ...
+
+    def export(self) -> bytes:
+        """Sealed description of this rank's cache, for `connect` on another endpoint."""
+        ...
+
+    def connect(self, blob: bytes) -> str:
+        """Makes a peer reachable; returns its name. Raises `TransferError` for a bad seal."""
+        ...
+
+    def pull(
+        self,
+        bound: BoundPlan,
+        dst_rank: int,
+        peers: Mapping[int, str],
+        *,
+        timeout: float,
+        verify: bool = False,
+    ) -> TransferReport:
+        """Blocks until every byte that the plan gives to `dst_rank` (this endpoint's cache) is
+        here; `peers` names the endpoint of each source rank. A plan without tokens completes at
+        once. With `verify`, payload digests of both sides are compared. Raises `TransferError`:
+        then the target's blocks hold nothing provable and must stay quarantined until `quiesced`.
+        """
+        ...
+
+    def quiesced(self) -> bool:
+        """True once no write of an earlier failed pull can still arrive."""
+        ...
+
+    def close(self) -> None:
+        """Ends service and frees what was registered."""
+        ...
