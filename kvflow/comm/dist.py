@@ -1,0 +1,112 @@
+"""DistComm: ranks in processes, over a torch.distributed group.
+
+Rows travel as bytes: gloo refuses float8 and int16, and bytes need no opinion on dtype.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from kvflow.comm.protocol import check_all_gather, check_all_to_all, check_counts, check_rank
+
+
+@frozen(eq=False)
+class DistComm:
+    """One rank of a torch.distributed process group."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        check_counts("all_gather", counts, self.size)
+        check_all_gather(rows, counts, self.rank)
+        total = sum(counts)
+        if total == 0:
+            return rows.clone()
+        sent = _as_bytes(rows)
+        if padded_is_quicker(counts):
+            gathered = self._gather_padded(sent, counts)
+        else:
+            gathered = self._gather_sent(sent, counts)
+        return _from_bytes(gathered, rows)
+
+    def _gather_padded(self, sent: Tensor, counts: Sequence[int]) -> Tensor:
+        longest = max(counts)
+        if len(sent) < longest:
+            sent = torch.nn.functional.pad(sent, (0, 0, 0, longest - len(sent)))
+        out = sent.new_empty(longest * self.size, sent.shape[1])
+        dist.all_gather_into_tensor(out, sent, group=self.group)
+        if min(counts) == longest:
+            return out
+        return torch.cat(
+            [part[:n] for part, n in zip(torch.split(out, longest), counts, strict=True)]
+        )
+
+    def _gather_sent(self, sent: Tensor, counts: Sequence[int]) -> Tensor:
+        out = sent.new_empty(sum(counts), sent.shape[1])
+        copies = sent.repeat(self.size, 1)
+        splits = [len(sent)] * self.size
+        dist.all_to_all_single(out, copies, list(counts), splits, group=self.group)
+        return out
+
+    def all_to_all(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        check_counts("all_to_all", counts, self.size)
+        check_all_to_all(rows, counts)
+        arriving = torch.empty(self.size, dtype=torch.int64)
+        dist.all_to_all_single(arriving, torch.tensor(list(counts)), group=self.group)
+        received: list[int] = arriving.tolist()
+        sent = _as_bytes(rows)
+        out = sent.new_empty(sum(received), sent.shape[1])
+        dist.all_to_all_single(out, sent, received, list(counts), group=self.group)
+        return _from_bytes(out, rows), received
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.group)
+
+
+def padded_is_quicker(counts: Sequence[int]) -> bool:
+    """Whether to pad all ranks to the longest count. Equal on every rank, as `counts` is."""
+    return max(counts) * len(counts) <= 1.25 * sum(counts)
+
+
+def connect_gloo(rank: int, size: int, store: Store | str, *, timeout_s: float = 60.0) -> DistComm:
+    """Joins the default gloo group of this process and returns it as a `DistComm`.
+
+    `store` is a torch.distributed store all ranks share, such as a ``TCPStore`` on 127.0.0.1, or
+    an init method such as ``"tcp://127.0.0.1:29500"``. Call `disconnect` at the end."""
+    check_rank(rank, size)
+    where = {"init_method": store} if isinstance(store, str) else {"store": store}
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s), **where
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return DistComm(group)
+
+
+def disconnect() -> None:
+    """Leaves the group that `connect_gloo` joined."""
+    dist.destroy_process_group()
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """``[n, ...]`` of any dtype as uint8 ``[n, nbytes]``."""
+    width = prod(rows.shape[1:])
+    return rows.contiguous().reshape(len(rows), width).view(torch.uint8)
+
+
+def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
+    return data.view(like.dtype).reshape(len(data), *like.shape[1:])

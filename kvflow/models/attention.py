@@ -1,0 +1,85 @@
+"""Absorbed multi-head latent attention over selected cache rows.
+
+The key up-projection is folded into the query and the value up-projection into the output, so
+attention reads the cached rows as they are: R latent and dr rotated dims per token, one for all
+heads.
+"""
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from kvflow.kernels.codec import decode_latent, encode_latent
+from kvflow.layouts.record import Record
+from kvflow.models.config import GlmConfig
+from kvflow.models.kvstep import KVStep
+from kvflow.models.ops import LANE, Linear, pad_to, per_head, rms_norm
+from kvflow.models.rope import Rotation
+from kvflow.models.selection import Group, Selection
+
+MAX_GATHERED = 1 << 22
+"""Elements of cache rows gathered at once; bounds the memory of one attention step."""
+
+
+@frozen(eq=False)
+class Attention:
+    """MLA of one layer. `w_uk` is ``[h, dn, R]``, `w_uv` is ``[h, R, dv]``."""
+
+    component: str
+    record: Record
+    q_a: Linear
+    q_a_norm: Tensor
+    q_b: Linear
+    kv_a: Linear
+    kv_a_norm: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    o: Linear
+    config: GlmConfig
+
+    def q_residual(self, hidden: Tensor) -> Tensor:
+        """The normed low-rank query that attention and indexer share: ``[n_padded, q_lora]``."""
+        return rms_norm(self.q_a(hidden), self.q_a_norm, self.config.latent_norm_eps)
+
+    def latent_rows(self, hidden: Tensor, rotation: Rotation, num_rows: int) -> Tensor:
+        """Packed latent rows of the local tokens: uint8 ``[num_rows, nbytes]``."""
+        rank = self.config.kv_lora_rank
+        kv = self.kv_a(hidden)
+        latent = rms_norm(kv[:, :rank].contiguous(), self.kv_a_norm, self.config.latent_norm_eps)
+        return encode_latent(self.record, latent[:num_rows], rotation(kv[:, rank:])[:num_rows])
+
+    def __call__(
+        self, q_residual: Tensor, rotation: Rotation, selection: Selection, kv: KVStep
+    ) -> Tensor:
+        """q_residual ``[n_padded, q_lora]`` -> ``[n_padded, hidden]``, zeros in padded rows."""
+        c = self.config
+        q = self.q_b(q_residual).view(len(q_residual), c.num_attention_heads, -1)
+        q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
+        queries = torch.cat([per_head(q_nope, self.w_uk), rotation(q_rope)], -1)
+        queries = queries * (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
+        out = q.new_zeros(len(q), c.num_attention_heads, c.kv_lora_rank)
+        packed = selection.read(self.component, kv)
+        if packed is not None:
+            table = decode_latent(self.record, packed, q.dtype)
+            for group in selection.groups:
+                attend(queries, table, group, out)
+        values = per_head(out, self.w_uv)[..., : c.v_head_dim]
+        return self.o(values.reshape(len(q), c.num_attention_heads * c.v_head_dim))
+
+
+def attend(queries: Tensor, table: Tensor, group: Group, out: Tensor) -> None:
+    """Softmax attention of a group's queries over its rows of `table`, written into `out`.
+
+    queries ``[n, h, R + dr]`` already scaled, table ``[t, R + dr]``, out ``[n, h, R]``."""
+    num_heads, dim = queries.shape[1:]
+    step = max(1, MAX_GATHERED // (group.size * dim))
+    columns = torch.arange(group.size)
+    for lo in range(0, len(group.queries), step):
+        mine = group.queries[lo : lo + step]
+        rows = group.rows[lo : lo + step]
+        keys = table.index_select(0, rows.flatten()).view(len(rows), group.size, dim)
+        q = pad_to(queries[mine].transpose(1, 2), LANE, dim=2).contiguous()
+        scores = torch.bmm(keys, q).transpose(1, 2)[:, :num_heads].contiguous()
+        unused = columns >= group.counts[lo : lo + step, None, None]
+        weights = scores.masked_fill_(unused, -torch.inf).softmax(-1)
+        out[mine] = torch.bmm(weights, keys[..., : out.shape[2]])

@@ -1,0 +1,117 @@
+"""Checkpoint tensors -> the modules of a layer."""
+
+from collections.abc import Mapping
+
+from attrs import frozen
+from torch import Tensor
+
+from kvflow.layouts.spec import KVCacheSpec
+from kvflow.models.attention import Attention
+from kvflow.models.config import GlmConfig
+from kvflow.models.indexer import Indexer
+from kvflow.models.moe import Moe, Router
+from kvflow.models.ops import LANE, Linear, Mlp, pad_to
+
+Weights = Mapping[str, Tensor]
+
+
+@frozen(eq=False)
+class Layer:
+    """One decoder layer; `indexer` is None where the layer shares its leader's top-k."""
+
+    input_norm: Tensor
+    attention: Attention
+    indexer: Indexer | None
+    post_norm: Tensor
+    mlp: Mlp | Moe
+
+
+@frozen(eq=False)
+class MtpLayer:
+    """The multi-token-prediction module: a decoder layer fed with [embedding | hidden]."""
+
+    enorm: Tensor
+    hnorm: Tensor
+    eh_proj: Linear
+    layer: Layer
+    final_norm: Tensor
+
+
+def build_layer(
+    config: GlmConfig, weights: Weights, spec: KVCacheSpec, layer_id: int, experts: range
+) -> Layer:
+    """Layer `layer_id` (absolute), holding only the routed experts in `experts`."""
+    p = f"model.layers.{layer_id}."
+    main = layer_id < config.num_hidden_layers
+    full = config.full_index[layer_id] if main else True
+    dense = config.dense[layer_id] if main else False
+    mlp = p + "mlp."
+    return Layer(
+        input_norm=weights[p + "input_layernorm.weight"],
+        attention=_attention(config, weights, spec, layer_id),
+        indexer=_indexer(config, weights, spec, layer_id) if full else None,
+        post_norm=weights[p + "post_attention_layernorm.weight"],
+        mlp=_mlp(weights, mlp) if dense else _moe(config, weights, mlp, experts),
+    )
+
+
+def build_mtp(config: GlmConfig, weights: Weights, spec: KVCacheSpec, experts: range) -> MtpLayer:
+    """The MTP module, whose layer id follows the main layers'."""
+    layer_id = config.num_hidden_layers
+    p = f"model.layers.{layer_id}."
+    return MtpLayer(
+        enorm=weights[p + "enorm.weight"],
+        hnorm=weights[p + "hnorm.weight"],
+        eh_proj=Linear.from_hf(weights[p + "eh_proj.weight"]),
+        layer=build_layer(config, weights, spec, layer_id, experts),
+        final_norm=weights[p + "shared_head.norm.weight"],
+    )
+
+
+def _attention(c: GlmConfig, weights: Weights, spec: KVCacheSpec, layer_id: int) -> Attention:
+    a = f"model.layers.{layer_id}.self_attn."
+    component = spec[f"latent.{layer_id}"]
+    kv_b = weights[a + "kv_b_proj.weight"].view(c.num_attention_heads, -1, c.kv_lora_rank)
+    w_uk, w_uv = kv_b[:, : c.qk_nope_head_dim], kv_b[:, c.qk_nope_head_dim :]
+    return Attention(
+        component=component.name,
+        record=component.record,
+        q_a=Linear.from_hf(weights[a + "q_a_proj.weight"]),
+        q_a_norm=weights[a + "q_a_layernorm.weight"],
+        q_b=Linear.from_hf(weights[a + "q_b_proj.weight"]),
+        kv_a=Linear.from_hf(weights[a + "kv_a_proj_with_mqa.weight"]),
+        kv_a_norm=weights[a + "kv_a_layernorm.weight"],
+        w_uk=w_uk.contiguous(),
+        w_uv=pad_to(w_uv.transpose(1, 2), LANE, dim=2).contiguous(),
+        o=Linear.from_hf(weights[a + "o_proj.weight"]),
+        config=c,
+    )
+
+
+def _indexer(c: GlmConfig, weights: Weights, spec: KVCacheSpec, layer_id: int) -> Indexer:
+    p = f"model.layers.{layer_id}.self_attn.indexer."
+    component = spec[f"indexer.{layer_id}"]
+    return Indexer(
+        component=component.name,
+        record=component.record,
+        wq_b=Linear.from_hf(weights[p + "wq_b.weight"]),
+        wk=Linear.from_hf(weights[p + "wk.weight"]),
+        k_norm=(weights[p + "k_norm.weight"], weights[p + "k_norm.bias"]),
+        weights_proj=Linear.from_hf(weights[p + "weights_proj.weight"]),
+        config=c,
+    )
+
+
+def _mlp(weights: Weights, prefix: str) -> Mlp:
+    gate, up, down = (weights[f"{prefix}{n}_proj.weight"] for n in ("gate", "up", "down"))
+    return Mlp.from_hf(gate, up, down)
+
+
+def _moe(c: GlmConfig, weights: Weights, prefix: str, experts: range) -> Moe:
+    gate = Linear.from_hf(weights[prefix + "gate.weight"])
+    return Moe(
+        router=Router(gate, weights[prefix + "gate.e_score_correction_bias"], c),
+        experts=experts,
+        mlps=tuple(_mlp(weights, f"{prefix}experts.{e}.") for e in experts),
+        shared=_mlp(weights, prefix + "shared_experts.") if c.n_shared_experts else None,
+    )

@@ -1,0 +1,127 @@
+"""The DSA indexer: which earlier positions each query attends to.
+
+``score(query, key) = sum_h w_h * relu(q_h . k)``. Keys are scored in tiles anchored at position
+0 and each query is its own fixed-shape product, so a score has the same bits whatever else is in
+the batch. Top-k order is (score descending, position ascending).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from kvflow.kernels.codec import decode_index_key, encode_index_key
+from kvflow.layouts.record import Record
+from kvflow.models.config import GlmConfig
+from kvflow.models.kvstep import KVStep, Segment
+from kvflow.models.ops import Linear, layer_norm, pad_to
+from kvflow.models.rope import Rotation
+
+KEY_TILE = 256
+"""Keys of one score tile."""
+
+QUERY_CHUNK = 128
+"""Queries scored together; bounds the scores held at once to QUERY_CHUNK x context."""
+
+
+@frozen(eq=False)
+class Indexer:
+    """Index queries, keys and top-k of a "full" layer."""
+
+    component: str
+    record: Record
+    wq_b: Linear
+    wk: Linear
+    k_norm: tuple[Tensor, Tensor]
+    weights_proj: Linear
+    config: GlmConfig
+
+    def key_rows(self, hidden: Tensor, rotation: Rotation, num_rows: int) -> Tensor:
+        """Packed index keys of the local tokens: uint8 ``[num_rows, nbytes]``. Unlike in
+        attention, the rotated dims come first."""
+        key = layer_norm(self.wk(hidden), *self.k_norm, self.config.latent_norm_eps)
+        key = self._rotate(key, rotation)
+        return encode_index_key(self.record, key[:num_rows])
+
+    def topk(
+        self,
+        hidden: Tensor,
+        q_residual: Tensor,
+        rotation: Rotation,
+        segments: Sequence[Segment],
+        kv: KVStep,
+    ) -> list[Tensor]:
+        """Per segment, int64 ``[m, min(topk, context_len)]``: the chosen positions of each query,
+        ascending, followed by zeros where fewer than topk positions are visible."""
+        c, k = self.config, self.config.index_topk
+        if all(s.context_len <= k or len(s) == 0 or int(s.positions[-1]) < k for s in segments):
+            return [first_positions(s.positions, min(k, s.context_len)) for s in segments]
+        queries = self.wq_b(q_residual).view(-1, c.index_n_heads, c.index_head_dim)
+        queries = self._rotate(queries, rotation)
+        scale = (c.index_n_heads * c.index_head_dim) ** -0.5
+        weights = self.weights_proj(hidden) * scale
+        chosen, start = [], 0
+        for s in segments:
+            mine = slice(start, start + len(s))
+            chosen.append(self._segment_topk(queries[mine], weights[mine], s, kv))
+            start += len(s)
+        return chosen
+
+    def _segment_topk(self, queries: Tensor, weights: Tensor, s: Segment, kv: KVStep) -> Tensor:
+        k = min(self.config.index_topk, s.context_len)
+        chosen = first_positions(s.positions, k)
+        # A query that sees at most topk positions takes them all: nothing to score.
+        first = int(torch.searchsorted(s.positions, self.config.index_topk))
+        if first == len(s):
+            return chosen
+        rows = kv.rows(self.component, s.request_idx, None)
+        tiles = key_tiles(decode_index_key(self.record, rows, queries.dtype))
+        for lo in range(first, len(s), QUERY_CHUNK):
+            part = slice(lo, min(lo + QUERY_CHUNK, len(s)))
+            scores = index_scores(queries[part], weights[part], tiles, s.positions[part])
+            chosen[part] = topk_positions(scores, k)
+        return chosen
+
+    def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        dr = self.config.qk_rope_head_dim
+        return torch.cat([rotation(x[..., :dr]), x[..., dr:]], -1)
+
+
+def key_tiles(keys: Tensor) -> Tensor:
+    """Keys ``[L, d]`` -> ``[ceil(L / KEY_TILE), d, KEY_TILE]``, zeros beyond L."""
+    padded = pad_to(keys, KEY_TILE)
+    return padded.view(-1, KEY_TILE, keys.shape[1]).transpose(1, 2).contiguous()
+
+
+def index_scores(queries: Tensor, weights: Tensor, tiles: Tensor, positions: Tensor) -> Tensor:
+    """Scores ``[m, num_tiles * KEY_TILE]``, -inf at positions a query must not see.
+
+    queries ``[m, heads, d]``, weights ``[m, heads]``, positions int64 ``[m]`` ascending."""
+    num_keys = len(tiles) * KEY_TILE
+    scores = queries.new_full((len(queries), num_keys), -torch.inf)
+    for i, tile in enumerate(tiles[: int(positions[-1]) // KEY_TILE + 1]):
+        first = int(torch.searchsorted(positions, i * KEY_TILE))
+        num = len(queries) - first
+        products = torch.bmm(queries[first:], tile.expand(num, *tile.shape)).relu_()
+        summed = torch.bmm(weights[first:, None], products)
+        scores[first:, i * KEY_TILE : (i + 1) * KEY_TILE] = summed[:, 0]
+    future = torch.arange(num_keys) > positions[:, None]
+    return scores.masked_fill_(future, -torch.inf)
+
+
+def topk_positions(scores: Tensor, k: int) -> Tensor:
+    """The k best positions of each row of ``[m, n]``, as int64 ``[m, k]`` ascending. Of equal
+    scores the lower position wins. Every row must have at least k scores above -inf."""
+    threshold = scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = scores > threshold, scores == threshold
+    wanted = k - above.sum(-1, keepdim=True)
+    if not torch.equal(equal.sum(-1, keepdim=True), wanted):
+        equal &= equal.cumsum(-1) <= wanted
+    return (above | equal).nonzero()[:, 1].view(len(scores), k)
+
+
+def first_positions(positions: Tensor, k: int) -> Tensor:
+    """0, 1, ... up to each query's own position, then zeros: int64 ``[m, k]``."""
+    columns = torch.arange(k)
+    return torch.where(columns <= positions[:, None], columns, 0)
