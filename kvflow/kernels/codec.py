@@ -70,8 +70,8 @@ class RowFormat:
     @property
     def group(self) -> int:
         """Values under one scale."""
-        assert self.scale is not None
-        return self.values.size if self.scale.size == 1 else SCALE_GROUP
+        single = self.scale is None or self.scale.size == 1
+        return self.values.size if single else SCALE_GROUP
 
 
 @lru_cache(maxsize=256)
@@ -109,7 +109,7 @@ def encode_latent(record: Record, latent: Tensor, rope: Tensor) -> Tensor:
     """Latent rows as bytes: `latent` [n, R] and `rope` [n, dr], any float dtype ->
     uint8 [n, record.nbytes]. Raises `LayoutError` for shapes or fields that do not fit."""
     fmt = row_format(record, "latent", "rope", SCALE_GROUP)
-    return _encode(fmt, latent, rope, group_scale)
+    return _encode(fmt, latent, rope, power_of_two=False)
 
 
 def decode_latent(record: Record, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,7 +120,7 @@ def decode_latent(record: Record, rows: Tensor, dtype: torch.dtype = torch.float
 def encode_index_key(record: Record, key: Tensor) -> Tensor:
     """Indexer keys as bytes: `key` [n, di], any float dtype -> uint8 [n, record.nbytes]. The rows
     are packed; a planar record's pages are written by `scatter_rows`."""
-    return _encode(row_format(record, "key", None, None), key, None, power_of_two_scale)
+    return _encode(row_format(record, "key", None, None), key, None, power_of_two=True)
 
 
 def decode_index_key(record: Record, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -144,7 +144,7 @@ def power_of_two_scale(amax: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, rule: ScaleRule) -> Tensor:
+def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, *, power_of_two: bool) -> Tensor:
     _check_vector("values", values, fmt.values.size)
     n = len(values)
     out = torch.empty(n, fmt.nbytes, dtype=torch.uint8, device=values.device)
@@ -156,23 +156,39 @@ def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, rule: ScaleRul
             raise LayoutError(
                 f"{n} latent rows on {values.device}, {len(plain)} rope rows on {plain.device}"
             )
+    if out.device.type == "cuda" and fmt.scale is not None:
+        import kvflow.kernels.triton_codec as triton_codec
+
+        if triton_codec.supports(fmt, values.dtype, *([plain.dtype] if plain is not None else [])):
+            triton_codec.quantise(fmt, values, plain, out, power_of_two=power_of_two)
+            return out
+    if plain is not None and fmt.plain is not None:
         _store(out, fmt.plain, plain)
     if fmt.scale is None:
         _store(out, fmt.values, values)
-        return out
-    group = fmt.group
-    padded = fmt.scale.size * group
+    else:
+        _quantise_rows(
+            fmt, fmt.scale, values, out, power_of_two_scale if power_of_two else group_scale
+        )
+    return out
+
+
+def _quantise_rows(
+    fmt: RowFormat, scale_span: Span, values: Tensor, out: Tensor, rule: ScaleRule
+) -> None:
+    """Write codes and scales of values [n, size], a cache-sized chunk of rows at a time."""
+    n, group = len(values), fmt.group
+    padded = scale_span.size * group
     step = min(n, CPU_CHUNK) if out.device.type == "cpu" else n
     scratch = torch.zeros(step, padded, device=out.device)
     for start in range(0, n, max(step, 1)):
         rows = out[start : start + step]
         x = scratch[: len(rows)]
         x[:, : fmt.values.size].copy_(values[start : start + step])
-        codes, scale = _quantise(x.view(-1, fmt.scale.size, group), rule)
+        codes, scale = _quantise(x.view(-1, scale_span.size, group), rule)
         rows[:, fmt.values.offset : fmt.values.end] = codes.view(-1, padded)[:, : fmt.values.size]
-        rows[:, fmt.scale.offset : fmt.scale.end] = scale.view(torch.uint8)
+        rows[:, scale_span.offset : scale_span.end] = scale.view(torch.uint8)
         x[:, fmt.values.size :] = 0
-    return out
 
 
 def _quantise(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
@@ -197,6 +213,12 @@ def _decode(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor:
         raise LayoutError(f"decode to {dtype}, must be one of {list(_FLOATS)}")
     flat = rows.reshape(rows.shape[:-1].numel(), fmt.nbytes)
     out = torch.empty(len(flat), fmt.size, dtype=dtype, device=rows.device)
+    if out.device.type == "cuda" and fmt.scale is not None:
+        import kvflow.kernels.triton_codec as triton_codec
+
+        if triton_codec.supports(fmt, dtype):
+            triton_codec.dequantise(fmt, flat, out)
+            return out.view(*rows.shape[:-1], fmt.size)
     if fmt.plain is not None:
         out[:, fmt.values.size :].copy_(_load(flat, fmt.plain))
     if fmt.scale is None:
