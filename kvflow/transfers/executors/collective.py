@@ -1,0 +1,72 @@
+"""All-gather of packed rows, driven by plans: one schedule for a step, one collective a layer.
+
+Each plan describes how the rows of one request get from the ranks of a group into one dense
+target; every rank of the group becomes a copy of that target. Ranks send the rows they hold in
+the order (request, local index), padded by nothing; the schedule says where each arrives.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from kvflow.comm import Comm
+from kvflow.errors import PlanError
+from kvflow.layouts.sharding import Ints
+from kvflow.transfers.plan import Plan, TransferRuns
+
+
+@frozen(eq=False)
+class GatherSchedule:
+    """counts: rows that each rank sends. send: for every rank, (request, local index) of its rows
+    in sending order, two int64 vectors. arrival: for every request, int64 [tokens]: the place in
+    the gathered rows of each of its tokens, ascending by position."""
+
+    counts: tuple[int, ...]
+    send: tuple[tuple[Ints, Ints], ...]
+    arrival: tuple[Tensor, ...]
+
+    def gather(self, comm: Comm, rows: Tensor, outs: Sequence[Tensor]) -> None:
+        """A collective. rows: uint8 [counts[rank], nbytes]; outs: for every request a contiguous
+        uint8 [tokens, nbytes] that is filled in ascending position."""
+        gathered = comm.all_gather(rows, self.counts)
+        for place, out in zip(self.arrival, outs, strict=True):
+            torch.index_select(gathered, 0, place, out=out)
+
+
+def gather_schedule(plans: Sequence[Plan], num_ranks: int) -> GatherSchedule:
+    """The schedule of a group of `num_ranks` for the requests of a step. Every plan's target is
+    one dense replica (rank 0). It depends on group-wide facts only, so all ranks derive the same.
+    Raises `PlanError` for a plan with several target ranks or a source rank outside the group."""
+    columns = [_expand(i, plan.parts[0].runs) for i, plan in enumerate(plans)]
+    rank, request, local, target = (
+        np.concatenate([c[k] for c in columns]) if columns else np.empty(0, np.int64)
+        for k in range(4)
+    )
+    if rank.size and int(rank.max()) >= num_ranks:
+        raise PlanError(f"a plan reads rank {int(rank.max())}, the group has {num_ranks} ranks")
+    order = np.lexsort((local, request, rank))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    arrival = []
+    for i, plan in enumerate(plans):
+        mine = request == i
+        where = np.empty(plan.parts[0].stop - plan.parts[0].start, np.int64)
+        where[target[mine]] = place[mine]
+        arrival.append(torch.from_numpy(where))
+    counts = np.bincount(rank, minlength=num_ranks)
+    borders = np.cumsum(counts)[:-1]
+    send = zip(np.split(request[order], borders), np.split(local[order], borders), strict=True)
+    return GatherSchedule(tuple(int(c) for c in counts), tuple(send), tuple(arrival))
+
+
+def _expand(request: int, runs: TransferRuns) -> tuple[Ints, Ints, Ints, Ints]:
+    if len(runs) and int(runs.dst_rank.max()) > 0:
+        raise PlanError(f"a gather has one target, the plan has rank {int(runs.dst_rank.max())}")
+    which = np.repeat(np.arange(len(runs)), runs.count)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
+    local = runs.src_local[which] + nth * runs.src_stride[which]
+    target = runs.dst_local[which] + nth * runs.dst_stride[which]
+    return runs.src_rank[which], np.full(len(which), request, np.int64), local, target
