@@ -1,0 +1,65 @@
+# `make test` and `make demo` each work as the only command after `git clone`.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# What pip installs as torch: a requirement, a wheel's path, or either with options of pip install.
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help install test test-slow test-gpu laws mutants lint type imports docs demo bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+install: $(STAMP) ## build .venv from pyproject.toml, torch first
+
+$(STAMP): pyproject.toml tools/install_torch.py
+	@test -n "$(PYTHON)" || { echo "kvflow needs Python 3.11 or newer; none found (PYTHON=...)"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+		{ echo "$(PYTHON) cannot build a venv; on Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python tools/install_torch.py $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+test: lint type imports ## everything but the slow and the GPU tier; what CI runs
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: $(STAMP) ## thorough sweeps
+	$(PYTEST) -m "slow and not gpu"
+
+test-gpu: $(STAMP) ## tests that need a CUDA device
+	$(PYTEST) -m gpu
+
+laws: $(STAMP) ## the laws of layouts and transfers, with many more examples
+	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough tests/layouts tests/transfers
+
+mutants: $(STAMP) ## plant faults in layouts and transfers; each must fail a test
+	$(BIN)/python tools/mutants.py
+
+lint: $(STAMP) ## ruff: format and rules
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+
+type: $(STAMP) ## mypy --strict
+	$(BIN)/mypy --strict kvflow
+
+imports: $(STAMP) ## import contracts: describe, derive, move
+	$(BIN)/lint-imports
+
+docs: $(STAMP) ## run every example in README.md, docs/ and docstrings
+	$(PYTEST) tests/test_docs.py
+
+demo: $(STAMP) ## serve a small model from two engines and stream from it
+	$(BIN)/python examples/serve_glm.py --demo
+
+bench: $(STAMP) ## transfers against memcpy and one raw bulk read
+	$(BIN)/python benchmarks/transfer.py
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
