@@ -27,7 +27,7 @@ def sample(logits: Tensor, position: int, params: SamplingParams) -> Sampled:
     """
     scores = logits.detach().to(torch.float64)
     if params.temperature == 0:
-        token = int(torch.argmax(scores))
+        token = int(torch.nonzero(scores == scores.max())[0])
     else:
         token = _draw(scores / params.temperature, params.top_p, params.seed, position)
     if params.num_logprobs is None:

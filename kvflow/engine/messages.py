@@ -1,0 +1,153 @@
+"""What engines and their ranks say to each other. msgpack on every wire, threads included.
+
+Only logical positions cross the wire, and block ids solely inside a binding: the tables of the
+very engine a message goes to, or the source tables a transfer plan is bound with.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvflow.engine.api import SamplingParams
+from kvflow.engine.sampling import Sampled
+
+
+class StepItem(Struct, frozen=True):
+    """One request's share of a step: `tokens` at positions [start, start + len(tokens)).
+    `next_token` is the prompt's token behind them, None if `sampling` decides it in this step.
+    `tables` are the request's block tables by group."""
+
+    request_id: str
+    start: int
+    tokens: list[int]
+    next_token: int | None
+    tables: dict[str, list[int]]
+    sampling: SamplingParams | None
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class RunStep(Struct, frozen=True, tag=True):
+    """To a prefill rank: join this step. Every rank of the group gets the same message."""
+
+    step_id: int
+    items: list[StepItem]
+
+
+class StepDone(Struct, frozen=True, tag=True):
+    """From a prefill rank: the tokens it sampled, by request, and the step's seconds."""
+
+    step_id: int
+    rank: int
+    sampled: dict[str, Sampled]
+    seconds: float
+
+
+class Source(Struct, frozen=True):
+    """Where a prefilled request lies: the source binding of its transfer. `endpoints` names the
+    peer of each source rank, `digest` is the plan's, as the sender derived it."""
+
+    tables: dict[str, list[int]]
+    num_blocks: dict[str, int]
+    length: int
+    endpoints: dict[int, str]
+    digest: str
+
+
+class Connect(Struct, frozen=True, tag=True):
+    """To a decode rank: the exported caches of a prefill engine, by rank, and its layout."""
+
+    layout: dict[str, Any]
+    exports: dict[int, bytes]
+
+
+class Admit(Struct, frozen=True, tag=True):
+    """To a decode rank: take over a request behind its first token."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    first_token: int
+    source: Source
+
+
+class Abort(Struct, frozen=True, tag=True):
+    """To a decode rank: nobody listens to this request any more."""
+
+    request_id: str
+
+
+class Shutdown(Struct, frozen=True, tag=True):
+    """To a rank: finish what runs and end."""
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """From a rank: it serves. `export` describes its cache to endpoints elsewhere."""
+
+    export: bytes
+    endpoint: str
+
+
+class Generated(Struct, frozen=True, tag=True):
+    """From a decode rank: one more token of a request."""
+
+    request_id: str
+    sampled: Sampled
+    finish_reason: str | None
+
+
+class TransferEnded(Struct, frozen=True, tag=True):
+    """From a decode rank: it will not read the request's source blocks again. `report` is None
+    and `error` says why if the transfer failed or never began."""
+
+    request_id: str
+    src_ranks: list[int]
+    report: dict[str, Any] | None
+    error: str | None
+
+
+class RequestFailed(Struct, frozen=True, tag=True):
+    """From a decode rank: the request ended without a result; its blocks are free again."""
+
+    request_id: str
+    error: str
+    overloaded: bool = False
+
+
+class Gauges(Struct, frozen=True, tag=True):
+    """From a rank: its counters and gauges, by name."""
+
+    values: dict[str, float]
+
+
+class RankFailed(Struct, frozen=True, tag=True):
+    """From a rank: it cannot go on."""
+
+    error: str
+
+
+ToRank = RunStep | Connect | Admit | Abort | Shutdown
+FromRank = Ready | StepDone | Generated | TransferEnded | RequestFailed | Gauges | RankFailed
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    """msgpack of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """The message to a rank; raises `msgspec.ValidationError` for anything else."""
+    return _to_rank.decode(data)
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """The message from a rank; raises `msgspec.ValidationError` for anything else."""
+    return _from_rank.decode(data)
