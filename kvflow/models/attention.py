@@ -53,7 +53,9 @@ class Attention:
     ) -> Tensor:
         """q_residual ``[n_padded, q_lora]`` -> ``[n_padded, hidden]``, zeros in padded rows."""
         c = self.config
-        q = self.q_b(q_residual).view(len(q_residual), c.num_attention_heads, -1)
+        q = self.q_b(q_residual).view(
+            len(q_residual), c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim
+        )
         q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
         queries = torch.cat([per_head(q_nope, self.w_uk), rotation(q_rope)], -1)
         queries = queries * (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
