@@ -55,6 +55,7 @@ def quantise_kernel(
     if PLAIN_SIZE > 0:
         p = tl.arange(0, PLAIN_PADDED)
         v = tl.load(plain + token * plain_stride + p, mask=p < PLAIN_SIZE, other=0.0)
+        v = v.to(tl.float32)
         is_nan = v != v
         v = v.to(tl.bfloat16).to(tl.int16, bitcast=True)
         v = tl.where(is_nan, 0x7FC0, v).to(tl.int16)

@@ -2,8 +2,7 @@
 
 A program moves one tile of words of the packed rows: lanes run over words, not rows, so none is
 idle whatever the row's size, and 16-byte accesses follow wherever the record's pieces allow them.
-A tile's base is 64-bit; only offsets inside a tile are 32-bit. `PADDING_SLOT` never reaches
-an address: its lanes are masked before the load or store.
+All offsets are 64-bit. `PADDING_SLOT` never reaches an address: its lanes are masked.
 """
 
 # Constants of a kernel are upper case by Triton's convention, and `triton.jit` is untyped.
@@ -32,32 +31,32 @@ TILE_NBYTES = 4096
 def locate(
     slots, tile, num_rows,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Per lane: word offset in the pages, word offset in the rows, has a row, has a slot."""
-    base = tile.to(tl.int64) * TILE
-    first_row = base // WIDTH
-    lane = (base - first_row * WIDTH).to(tl.int32) + tl.arange(0, TILE)
-    step = lane // WIDTH
-    word = lane - step * WIDTH
-    row = first_row + step
+    lane = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    row = lane // WIDTH
+    word = lane - row * WIDTH
     inside = row < num_rows
     slot = tl.load(slots + row, mask=inside, other=-1)
     block = slot // BLOCK_SIZE
     page_word = block * BLOCK_STRIDE + (slot - block * BLOCK_SIZE) * STRIDE + word
-    return page_word, row * ROW_WIDTH + word, inside, inside & (slot >= 0)
+    # A hint that the lanes of one row live and die together: without it gfx942 moves single words.
+    live = tl.max_constancy(inside & (slot >= 0), RUN)
+    return page_word, row * ROW_WIDTH + word, inside, live
 
 
 @triton.jit
 def gather_kernel(
     pages, slots, rows, num_rows,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Words of the pages -> packed rows; rows of padding slots become zero."""
     page_word, row_word, inside, live = locate(
-        slots, tl.program_id(0), num_rows, BLOCK_SIZE, BLOCK_STRIDE, STRIDE, WIDTH, ROW_WIDTH, TILE
-    )
+        slots, tl.program_id(0), num_rows,
+        BLOCK_SIZE, BLOCK_STRIDE, STRIDE, WIDTH, ROW_WIDTH, RUN, TILE,
+    )  # fmt: skip
     x = tl.load(pages + page_word, mask=live, other=0)
     tl.store(rows + row_word, x, mask=inside)
 
@@ -66,12 +65,13 @@ def gather_kernel(
 def scatter_kernel(
     pages, slots, rows, num_rows,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Packed rows -> words of the pages; rows of padding slots are skipped."""
     page_word, row_word, _inside, live = locate(
-        slots, tl.program_id(0), num_rows, BLOCK_SIZE, BLOCK_STRIDE, STRIDE, WIDTH, ROW_WIDTH, TILE
-    )
+        slots, tl.program_id(0), num_rows,
+        BLOCK_SIZE, BLOCK_STRIDE, STRIDE, WIDTH, ROW_WIDTH, RUN, TILE,
+    )  # fmt: skip
     x = tl.load(rows + row_word, mask=live)
     tl.store(pages + page_word, x, mask=live)
 
@@ -109,6 +109,7 @@ def launch(
             "STRIDE": piece.stride // word,
             "WIDTH": width,
             "ROW_WIDTH": rows.shape[1] // word,
+            "RUN": min(width & -width, tile),
             "TILE": tile,
         },
         grid=(-(-len(rows) * width // tile),),

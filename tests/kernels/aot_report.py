@@ -1,0 +1,150 @@
+"""Compiles the kernels with no GPU and reports what came out; run as a script, not collected.
+
+The real launch path runs (`launch`, argument specialisation on real tensors, the compiler) under
+a driver that names a target and can launch nothing. Prints one JSON object per kernel.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from kvflow.kernels import codec, triton_codec, triton_rows
+from kvflow.kernels.rows import PageView
+from kvflow.layouts.record import Record, index_record, latent_record
+
+TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+STARVED = {"maxnreg": 16}
+LATENT = latent_record("fp8", latent_rank=512, rope_dim=64)
+
+
+@dataclass
+class CompileOnlyDriver:
+    """What `JITFunction.warmup` asks of a driver."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def sm_90(kernel) -> dict[str, int]:
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(kernel.asm["cubin"])
+        f.flush()
+        usage, sass = (
+            subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    ops = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass)
+    found = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage)}
+    return {
+        "registers": found["REG"],
+        "spills": found["STACK"] + sum(op.startswith(("LDL", "STL")) for op in ops),
+        "loads": sum(op.startswith("LDG") for op in ops),
+        "stores": sum(op.startswith("STG") for op in ops),
+        "wide_loads": sum(op.startswith("LDG") and ".128" in op for op in ops),
+        "wide_stores": sum(op.startswith("STG") and ".128" in op for op in ops),
+        "instructions": len(ops),
+    }
+
+
+def gfx942(kernel) -> dict[str, int]:
+    text = kernel.asm["amdgcn"]
+    number = {
+        name: int(n) for name, n in re.findall(r"\.(vgpr_count|[sv]gpr_spill_count):\s+(\d+)", text)
+    }
+    access = re.findall(r"\b(?:global|flat|buffer)_(load|store)_(\w+)", text)
+    return {
+        "registers": number["vgpr_count"],
+        "spills": number["vgpr_spill_count"] + number["sgpr_spill_count"],
+        "loads": sum(kind == "load" for kind, _ in access),
+        "stores": sum(kind == "store" for kind, _ in access),
+        "wide_loads": sum(kind == "load" and w.startswith("dwordx4") for kind, w in access),
+        "wide_stores": sum(kind == "store" and w.startswith("dwordx4") for kind, w in access),
+        "instructions": len(re.findall(r"^\s+[svgdbf]\w*_\w+", text, re.MULTILINE)),
+    }
+
+
+def row_kernels(pages: PageView, name: str):
+    slots = torch.zeros(64, dtype=torch.int64)
+    packed = torch.zeros(64, pages.record.nbytes, dtype=torch.uint8)
+    for number, piece in enumerate(pages.pieces):
+        it = triton_rows.launch(pages, piece, slots, packed)
+        for verb in ("gather", "scatter"):
+            kernel = getattr(triton_rows, f"{verb}_kernel")
+            yield f"{verb} {name} {number}", kernel, it.args, it.constants, {}
+
+
+def pages_of(record: Record, gap: int = 0, shift: int = 0) -> PageView:
+    """Pages of 64 tokens that start `shift` bytes into an allocation."""
+    stride = record.page_nbytes(64) + gap
+    memory = torch.zeros(shift + 4 * stride, dtype=torch.uint8)
+    return PageView(memory, record, 64, stride, shift)
+
+
+def codec_kernels(dtype: torch.dtype):
+    n, one_warp = 8, {"num_warps": 1}
+    fmt = codec.row_format(LATENT, "latent", "rope", 128)
+    fused = torch.zeros(n, 576, dtype=dtype)
+    packed = torch.zeros(n, 656, dtype=torch.uint8)
+    args = (fused[:, :512], fused[:, 512:], packed, 576, 576)
+    constants = triton_codec.constants(fmt)
+    name = str(dtype).removeprefix("torch.")
+    rule = {"POWER_OF_TWO": False}
+    quantise, dequantise = triton_codec.quantise_kernel, triton_codec.dequantise_kernel
+    yield f"quantise latent {name}", quantise, args, constants | rule, one_warp
+    yield f"dequantise latent {name}", dequantise, (packed, fused), constants, one_warp
+    fmt = codec.row_format(index_record("fp8", index_dim=128), "key", None, None)
+    key, packed = torch.zeros(n, 128, dtype=dtype), torch.zeros(n, 132, dtype=torch.uint8)
+    constants, rule = triton_codec.constants(fmt), {"POWER_OF_TWO": True}
+    args = (key, None, packed, 128, 0)
+    yield f"quantise key {name}", quantise, args, constants | rule, one_warp
+    yield f"dequantise key {name}", dequantise, (packed, key), constants, one_warp
+
+
+def cases():
+    yield from row_kernels(pages_of(LATENT), "latent")
+    yield from row_kernels(pages_of(LATENT, gap=3_502_592 - 41_984, shift=41_984), "latent outer")
+    yield from row_kernels(pages_of(index_record("fp8", index_dim=128)), "index")
+    yield from codec_kernels(torch.bfloat16)
+    yield from codec_kernels(torch.float32)
+    # Planted: a view 8 bytes off loses every 16-byte access, with no word from the compiler; and
+    # a kernel that is denied registers spills.
+    yield from row_kernels(pages_of(LATENT, shift=8), "misaligned")
+    for name, kernel, args, constants, options in codec_kernels(torch.float16):
+        if name == "quantise latent float16":
+            yield "starved", kernel, args, constants, options | STARVED
+
+
+def main(target: str) -> None:
+    """One target per process: a kernel keeps what it compiled under its device."""
+    warnings.simplefilter("ignore")
+    triton.runtime.driver.set_active(CompileOnlyDriver(TARGETS[target]))
+    for name, kernel, args, constants, options in cases():
+        if target != "sm_90" and name == "starved":
+            continue
+        compiled = kernel.warmup(*args, **constants, **options, grid=(1,))
+        report = sm_90(compiled) if target == "sm_90" else gfx942(compiled)
+        print(json.dumps({"kernel": name} | report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
