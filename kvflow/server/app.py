@@ -47,10 +47,14 @@ class ServerConfig:
 def make_app(
     engine: EngineClient, tokenizer: TextTokenizer, config: ServerConfig | None = None
 ) -> Starlette:
-    """The ASGI application; it starts nothing and owns neither engine nor tokenizer."""
+    """The ASGI application; it starts nothing and owns neither engine nor tokenizer.
+
+    Its `state.stopping` is an asyncio.Event that `serve` sets to end the calls that still run.
+    """
     config = config or ServerConfig()
     model = Model(engine.model_name, engine.max_model_len, tokenizer, config.max_choices)
-    front = _Front(engine, model, config, ServerMetrics(), int(time.time()))
+    stopping = asyncio.Event()
+    front = _Front(engine, model, config, ServerMetrics(), stopping, int(time.time()))
     routes = [
         Route("/v1/completions", front.completions, methods=["POST"]),
         Route("/v1/chat/completions", front.chat, methods=["POST"]),
@@ -62,7 +66,9 @@ def make_app(
         Route("/detokenize", front.detokenize, methods=["POST"]),
     ]
     handlers = {ApiError: _answer_error, HTTPException: _answer_error, Exception: _answer_error}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.state.stopping = stopping
+    return app
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
@@ -97,6 +103,7 @@ class _Front:
     model: Model
     config: ServerConfig
     own_metrics: ServerMetrics
+    stopping: asyncio.Event
     created: int
 
     async def completions(self, request: Request) -> ASGIApp:
@@ -120,7 +127,9 @@ class _Front:
             return refusal.response()
         if request.headers.get(REPORT_HEADER, "").lower() in ("1", "true"):
             call = evolve(call, wants_report=True)
-        return Generation(self.engine, self.model.tokenizer, self.own_metrics, call, arrived)
+        return Generation(
+            self.engine, self.model.tokenizer, self.own_metrics, self.stopping, call, arrived
+        )
 
     async def _fields(self, request: Request) -> Fields:
         body = await read_body(request, self.config.max_body_nbytes)

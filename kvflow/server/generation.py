@@ -1,8 +1,8 @@
-"""Carrying out a call: every choice at once, for as long as the client listens."""
+"""Carrying out a call: every choice at once, for as long as somebody wants the answer."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -10,16 +10,12 @@ from attrs import frozen
 from starlette.types import Receive, Scope, Send
 
 from kvflow.engine.api import EngineClient
+from kvflow.server.answer import Answer, StreamedAnswer, WholeAnswer
 from kvflow.server.choice import Piece, choice_pieces
-from kvflow.server.errors import ApiError, as_api_error, json_response
+from kvflow.server.errors import ApiError, as_api_error
 from kvflow.server.metrics import Outcome, ServerMetrics
 from kvflow.server.protocol import Call, Choice
-from kvflow.server.render import ChunkRenderer, full_response
-from kvflow.server.sse import EventStream
-from kvflow.server.tally import Tally
 from kvflow.server.tokenizer import TextTokenizer
-
-Sink = Callable[[Piece], Awaitable[None]]
 
 
 def outcome_of(error: ApiError) -> Outcome:
@@ -31,76 +27,49 @@ def outcome_of(error: ApiError) -> Outcome:
 
 @frozen
 class Generation:
-    """The ASGI response to one call. `arrived` is in seconds of time.monotonic."""
+    """The ASGI response to one call.
+
+    stopping: set when the server stops; then the call ends with 503.
+    arrived: in seconds of time.monotonic.
+    """
 
     engine: EngineClient
     tokenizer: TextTokenizer
     metrics: ServerMetrics
+    stopping: asyncio.Event
     call: Call
     arrived: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or stop promptly when the client goes away; then every choice is aborted."""
-        answer = self._stream(send) if self.call.stream else self._whole(scope, receive, send)
+        make = StreamedAnswer if self.call.stream else WholeAnswer
         outcome: Outcome = "aborted"
         try:
-            outcome = await _while_connected(receive, answer) or "aborted"
+            outcome = await self._carry_out(make(self.call, self.tokenizer, send), receive)
         finally:
             self.metrics.requests.add(1, self.call.endpoint, outcome)
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> Outcome:
-        pieces: list[list[Piece]] = [[] for _ in self.call.choices]
-        tally = Tally(self.call)
-
-        async def keep(piece: Piece) -> None:
-            tally.add(piece.choice, piece.output)
-            pieces[piece.choice.index].append(piece)
-
+    async def _carry_out(self, answer: Answer, receive: Receive) -> Outcome:
         try:
-            await self._run(keep)
-            body = full_response(self.call, self.tokenizer, tally, pieces)
+            if not await _while_wanted(self._run(answer), receive, self.stopping):
+                return "aborted"
+            await answer.finish()
         except Exception as error:
             refusal = as_api_error(error)
-            await refusal.response()(scope, receive, send)
+            await answer.fail(refusal)
             return outcome_of(refusal)
-        await json_response(body)(scope, receive, send)
         return "ok"
 
-    async def _stream(self, send: Send) -> Outcome:
-        tally = Tally(self.call)
-        renderer = ChunkRenderer(self.call, self.tokenizer, tally)
-        events = EventStream(send)
-
-        async def show(piece: Piece) -> None:
-            tally.add(piece.choice, piece.output)
-            for chunk in renderer.chunks(piece):
-                await events.event(chunk)
-
-        outcome: Outcome = "ok"
-        try:
-            await self._run(show)
-            if self.call.include_usage:
-                await events.event(renderer.usage_chunk())
-        except Exception as error:
-            refusal = as_api_error(error)
-            outcome = outcome_of(refusal)
-            if not events.started:
-                await _send_plainly(refusal, send)
-                return outcome
-            await events.event(refusal.body())
-        await events.done()
-        return outcome
-
-    async def _run(self, sink: Sink) -> None:
+    async def _run(self, answer: Answer) -> None:
         """All choices at once; the first error cancels the others and is raised."""
         try:
             async with asyncio.TaskGroup() as group:
                 for choice in self.call.choices:
-                    group.create_task(self._run_choice(choice, sink))
+                    group.create_task(self._run_choice(choice, answer))
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
 
-    async def _run_choice(self, choice: Choice, sink: Sink) -> None:
+    async def _run_choice(self, choice: Choice, answer: Answer) -> None:
         metrics = self.metrics
         metrics.running.add(1)
         before: float | None = None
@@ -112,7 +81,7 @@ class Generation:
                     now = time.monotonic()
                     self._measure(piece, before, now)
                     before = now
-                    await sink(piece)
+                    await answer.show(piece)
                     reason = piece.finish_reason or reason
         finally:
             metrics.running.add(-1)
@@ -129,30 +98,35 @@ class Generation:
         metrics.cached_tokens.add(piece.output.cached_tokens)
 
 
-async def _send_plainly(error: ApiError, send: Send) -> None:
-    response = error.response()
-    start = {"type": "http.response.start", "status": response.status_code}
-    await send(start | {"headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body})
-
-
 def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome | None:
-    """The result of `work`, or None when the client went away first and `work` was cancelled."""
+async def _while_wanted(
+    work: Coroutine[Any, Any, None], receive: Receive, stopping: asyncio.Event
+) -> bool:
+    """Run `work`; False when the client went away first, `ApiError` when the server stops.
+
+    In both cases `work` is cancelled and has ended when this returns.
+    """
     worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    left = asyncio.ensure_future(_disconnected(receive))
+    stopped = asyncio.ensure_future(stopping.wait())
+    tasks = (worker, left, stopped)
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return worker.result() if worker.done() else None
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            worker.result()
+            return True
+        if left.done():
+            return False
+        raise ApiError(503, "the server is stopping")
     finally:
-        for task in (worker, watcher):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

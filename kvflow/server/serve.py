@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 from attrs import frozen
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
-_GRACE_S = 1
+_GRACE_S = 0.8  # for running calls to finish by themselves
+_FORCE_S = 1  # from then on tasks are cancelled; whole seconds, as uvicorn wants
 
 
 @frozen
@@ -48,12 +49,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serve(
-    app: ASGIApp, host: str = "127.0.0.1", port: int = 8000, *, keep_alive_s: int = 75
+    app: Starlette, host: str = "127.0.0.1", port: int = 8000, *, keep_alive_s: int = 75
 ) -> AsyncIterator[RunningServer]:
     """Serve `app` for as long as the block runs; port 0 takes a free one.
 
-    Leaving the block lets running calls finish for a second, then cancels them, and returns
-    within two. Raises OSError when the address cannot be bound. Signals are the caller's.
+    Leaving the block takes no more calls, lets those that run finish for 0.8 s, then ends them
+    with 503, and returns within two seconds. `app` comes from `make_app`; signals are the
+    caller's. Raises OSError when the address cannot be bound.
     """
     listener = _listen(host, port)
     config = uvicorn.Config(
@@ -63,17 +65,24 @@ async def serve(
         log_config=None,
         access_log=False,
         timeout_keep_alive=keep_alive_s,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=_FORCE_S,
     )
     server = _Server(config)
+    app.state.stopping.clear()
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         while not server.started and not running.done():
             await asyncio.sleep(0.005)
         yield RunningServer(host, listener.getsockname()[1])
     finally:
-        server.should_exit = True
-        await running
-        if server.server_state.tasks:
-            await asyncio.wait(server.server_state.tasks, timeout=_GRACE_S / 2)
+        await _stop(server, running, app.state.stopping)
         listener.close()
+
+
+async def _stop(server: _Server, running: asyncio.Task[None], stopping: asyncio.Event) -> None:
+    server.should_exit = True
+    await asyncio.wait({running}, timeout=_GRACE_S)
+    stopping.set()
+    await running
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=_FORCE_S / 2)

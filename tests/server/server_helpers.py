@@ -69,6 +69,7 @@ class ScriptedEngine:
     live: set[str] = field(factory=set)
     aborted: list[str] = field(factory=list)
     seen: list = field(factory=list)
+    num_outputs: int = 0
 
     def _choose(self, sampling, idx, position):
         logits = np.random.default_rng(position).standard_normal(self.vocab_size) * 3
@@ -98,6 +99,7 @@ class ScriptedEngine:
                 done = output.finish_reason is not None
                 if done and self.unfinished:
                     return
+                self.num_outputs += 1
                 yield output
                 if done:
                     return
