@@ -68,14 +68,16 @@ def check_law(
     sources = _caches(src, make_source, SOURCE_FILL)
     targets = _caches(dst, make_target, TARGET_FILL)
     held = list(cells(src.layout, src, (0, tokens[1]), src.layout.spec.names))
-    for cell in held:
-        _write(sources[cell.rank], cell)
     before = _images(sources)
+    for cell in held:
+        _expect(before, sources[cell.rank], cell)
+    for region in before.values():
+        region.memory.copy_(torch.frombuffer(region.expected, dtype=torch.uint8))
     wanted = _images(targets)
     claimed = list(cells(dst.layout, dst, tokens, moved))
     for cell in claimed:
         _expect(wanted, targets[cell.rank], cell)
-    execute: Move = getattr(move, "execute", move)
+    execute = move.execute if hasattr(move, "execute") else move
     execute(bound, sources, targets)
     _compare("target", targets, wanted, claimed)
     _compare("source", sources, before, held)
@@ -93,14 +95,6 @@ def _caches(binding: Binding, make: MakeCache, fill: int) -> dict[int, RankCache
 def _places(cache: RankCache, cell: Cell) -> list[int]:
     view = cache.pages[cell.component]
     return [view.offset + cell.block_id * view.block_stride + i for i in cell.at]
-
-
-def _write(cache: RankCache, cell: Cell) -> None:
-    data = tag(cell.component, cell.field, cell.token, len(cell.at))
-    memory = cache.pages[cell.component].memory
-    memory[torch.tensor(_places(cache, cell))] = torch.tensor(list(data), dtype=torch.uint8).to(
-        memory.device
-    )
 
 
 def _images(caches: Caches) -> dict[int, _Region]:

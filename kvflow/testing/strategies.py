@@ -63,15 +63,15 @@ def specs(draw: st.DrawFn, max_layers: int = 2) -> KVCacheSpec:
     """A small ``glm_moe_dsa`` cache: some layers share an indexer, with or without MTP."""
     num_layers = draw(st.integers(1, max_layers))
     types = ["full"] + [draw(st.sampled_from(["full", "shared"])) for _ in range(num_layers - 1)]
+    dtype: KVDType = draw(st.sampled_from(["fp8", "bfloat16", "float32", "float64"]))
     config: dict[str, Any] = {
         "num_hidden_layers": num_layers,
         "num_nextn_predict_layers": draw(st.integers(0, 1)),
-        "kv_lora_rank": draw(st.sampled_from([4, 5, 130])),
-        "qk_rope_head_dim": draw(st.sampled_from([2, 3])),
-        "index_head_dim": draw(st.sampled_from([4, 6])),
+        "kv_lora_rank": draw(st.sampled_from([4, 5, 130] if dtype == "fp8" else [2, 3])),
+        "qk_rope_head_dim": draw(st.sampled_from([1, 2])),
+        "index_head_dim": draw(st.sampled_from([3, 4])),
         "indexer_types": types,
     }
-    dtype: KVDType = draw(st.sampled_from(["fp8", "bfloat16", "float32", "float64"]))
     return KVCacheSpec.from_config(config, kv_dtype=dtype, index_arrangement=draw(_arrangements()))
 
 
