@@ -47,20 +47,19 @@ class StepDone(Struct, frozen=True, tag=True):
 
 
 class Source(Struct, frozen=True):
-    """Where a prefilled request lies: the source binding of its transfer. `endpoints` names the
-    peer of each source rank, `digest` is the plan's, as the sender derived it."""
+    """Where a prefilled request lies: the block tables and the valid length of the source
+    binding. `digest` is the transfer plan's, as the sender derived it."""
 
     tables: dict[str, list[int]]
-    num_blocks: dict[str, int]
     length: int
-    endpoints: dict[int, str]
     digest: str
 
 
 class Connect(Struct, frozen=True, tag=True):
-    """To a decode rank: the exported caches of a prefill engine, by rank, and its layout."""
+    """To a decode rank: a prefill engine's layout, its pool sizes, and its ranks' exports."""
 
     layout: dict[str, Any]
+    num_blocks: dict[str, int]
     exports: dict[int, bytes]
 
 
@@ -68,9 +67,9 @@ class Admit(Struct, frozen=True, tag=True):
     """To a decode rank: take over a request behind its first token."""
 
     request_id: str
-    prompt: list[int]
-    sampling: SamplingParams
+    prompt_len: int
     first_token: int
+    sampling: SamplingParams
     source: Source
 
 
@@ -85,10 +84,13 @@ class Shutdown(Struct, frozen=True, tag=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """From a rank: it serves. `export` describes its cache to endpoints elsewhere."""
+    """From a rank: it serves a cache of this layout with this many blocks. `export` describes
+    the cache to endpoints elsewhere, `endpoint` is this one's name."""
 
-    export: bytes
+    layout: dict[str, Any]
+    num_blocks: dict[str, int]
     endpoint: str
+    export: bytes
 
 
 class Generated(Struct, frozen=True, tag=True):

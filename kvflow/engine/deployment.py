@@ -1,0 +1,263 @@
+"""Deployment: the front of one prefill engine and several decode ranks, as one `EngineClient`.
+
+Follows each request through its phases: queued and prefilled, handed over, transferred, decoded.
+An end from outside (the client is gone) is answered by phase: before hand-over the prefill
+engine releases it; afterwards the decode rank is told, and says when it no longer reads.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from kvflow.engine.api import Metric, Request, Sample, TokenOutput
+from kvflow.engine.finish import finish_reason
+from kvflow.engine.mailbox import Hub
+from kvflow.engine.messages import (
+    Abort,
+    Admit,
+    Connect,
+    FromRank,
+    Gauges,
+    Generated,
+    RankFailed,
+    Ready,
+    RequestFailed,
+    RunStep,
+    Shutdown,
+    StepDone,
+    TransferEnded,
+)
+from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.sampling import Sampled
+from kvflow.errors import KvflowError
+from kvflow.layouts.wire import layout_from_wire
+
+
+@define(eq=False)
+class _Live:
+    """A request handed over to a decode rank: what it sends back, in order."""
+
+    decode_rank: str
+    events: "asyncio.Queue[Generated | RequestFailed]" = field(factory=asyncio.Queue)
+    report: dict[str, Any] | None = None
+
+
+@define(eq=False)
+class Deployment:
+    """`prefill_ranks` are in rank order. Call `start` once, `close` at the end."""
+
+    hub: Hub
+    prefill_ranks: Sequence[str]
+    decode_ranks: Sequence[str]
+    eos_ids: frozenset[int]
+    model_name: str
+    max_model_len: int
+    max_num_batched_tokens: int = 2048
+    prefill: PrefillEngine = field(init=False)
+    gauges: dict[str, Mapping[str, float]] = field(init=False, factory=dict)
+    failure: str | None = field(init=False, default=None)
+    num_requests: dict[str, int] = field(init=False)
+    _live: dict[str, _Live] = field(init=False, factory=dict)
+    _load: dict[str, int] = field(init=False)
+    _reader: "asyncio.Task[None] | None" = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self._load = dict.fromkeys(self.decode_ranks, 0)
+        self.num_requests = dict.fromkeys(("finished", "aborted", "failed"), 0)
+
+    # --- life
+
+    async def start(self, timeout: float = 60.0) -> None:
+        """Waits until every rank is ready and connects decode ranks to the prefill engine.
+        Raises `KvflowError` if a rank fails, is late, or ranks of one engine disagree."""
+        ready = await asyncio.wait_for(self._all_ready(), timeout)
+        source, target = ready[self.prefill_ranks[0]], ready[self.decode_ranks[0]]
+        for group, first in ((self.prefill_ranks, source), (self.decode_ranks, target)):
+            for name in group:
+                if (ready[name].layout, ready[name].num_blocks) != (first.layout, first.num_blocks):
+                    raise KvflowError(f"rank {name!r} and {group[0]!r} describe different caches")
+        self.prefill = PrefillEngine(
+            layout_from_wire(source.layout),
+            len(self.prefill_ranks),
+            source.num_blocks,
+            layout_from_wire(target.layout),
+            self._send_step,
+            self.max_num_batched_tokens,
+        )
+        exports = {r: ready[name].export for r, name in enumerate(self.prefill_ranks)}
+        for name in self.decode_ranks:
+            self.hub.send(name, Connect(source.layout, source.num_blocks, exports))
+        self._reader = asyncio.create_task(self._read())
+
+    async def _all_ready(self) -> dict[str, Ready]:
+        ready: dict[str, Ready] = {}
+        while len(ready) < len(self.prefill_ranks) + len(self.decode_ranks):
+            name, message = await self.hub.receive()
+            if isinstance(message, RankFailed):
+                raise KvflowError(f"rank {name!r} failed: {message.error}")
+            if isinstance(message, Ready):
+                ready[name] = message
+        return ready
+
+    async def close(self) -> None:
+        """Tells every rank to shut down and stops listening. The ranks' owner joins them."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        for name in (*self.prefill_ranks, *self.decode_ranks):
+            try:
+                self.hub.send(name, Shutdown())
+            except KvflowError:
+                continue  # it is gone already
+
+    def _send_step(self, step: RunStep) -> None:
+        for name in self.prefill_ranks:
+            self.hub.send(name, step)
+
+    # --- messages of the ranks
+
+    async def _read(self) -> None:
+        while True:
+            name, message = await self.hub.receive()
+            try:
+                self._handle(name, message)
+            except KvflowError as error:
+                self.fail(f"rank {name!r}: {error}")
+
+    def _handle(self, name: str, message: FromRank) -> None:
+        match message:
+            case StepDone():
+                self.prefill.on_step_done(message)
+            case TransferEnded(request_id, src_ranks, report, _):
+                if report is not None and request_id in self._live:
+                    self._live[request_id].report = report
+                if src_ranks:
+                    self.prefill.acknowledge(request_id, src_ranks)
+                else:
+                    self.prefill.release(request_id)
+            case Generated(request_id) | RequestFailed(request_id):
+                if request_id in self._live:
+                    self._live[request_id].events.put_nowait(message)
+            case Gauges(values):
+                self.gauges[name] = values
+            case RankFailed(error):
+                self.fail(f"rank {name!r} failed: {error}")
+            case Ready():
+                raise KvflowError("is ready a second time")
+
+    def fail(self, why: str) -> None:
+        """A rank is lost: every request ends with an error, and the engine is unhealthy."""
+        self.failure = self.failure or why
+        self.prefill.fail(KvflowError(why))
+        for request_id, live in self._live.items():
+            live.events.put_nowait(RequestFailed(request_id, why))
+
+    # --- EngineClient
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
+        """See `EngineClient.generate`."""
+        if self.failure is not None:
+            raise KvflowError(self.failure)
+        outcome = "aborted"
+        try:
+            first = await self.prefill.prefill(request)
+            reason = finish_reason(first.token, 1, request.sampling, self.eos_ids)
+            if reason is not None:
+                self.prefill.release(request.request_id)  # nothing moves
+                outcome = "finished"
+                yield _output(request.request_id, first, reason)
+                return
+            live = self._hand_over(request, first)
+            yield _output(request.request_id, first, None)
+            async for output in self._decoded(request.request_id, live):
+                outcome = "finished" if output.finish_reason else outcome
+                yield output
+        except KvflowError:
+            outcome = "failed"
+            raise
+        finally:
+            self.num_requests[outcome] += 1
+            self._end(request.request_id, outcome)
+
+    def _hand_over(self, request: Request, first: Sampled) -> _Live:
+        name = min(self.decode_ranks, key=lambda n: self._load[n])
+        source = self.prefill.source(request.request_id)
+        live = self._live[request.request_id] = _Live(name)
+        self._load[name] += 1
+        prompt_len = len(request.prompt)
+        admit = Admit(request.request_id, prompt_len, first.token, request.sampling, source)
+        self.hub.send(name, admit)
+        return live
+
+    async def _decoded(self, request_id: str, live: _Live) -> AsyncGenerator[TokenOutput, None]:
+        reason, reported = None, False
+        while reason is None:
+            event = await live.events.get()
+            if isinstance(event, RequestFailed):
+                raise KvflowError(event.error)
+            reason = event.finish_reason
+            transfer = None if reported else live.report
+            reported = reported or transfer is not None
+            yield _output(request_id, event.sampled, reason, transfer)
+
+    def _end(self, request_id: str, outcome: str) -> None:
+        live = self._live.pop(request_id, None)
+        if live is None:
+            self.prefill.release(request_id)
+            return
+        self._load[live.decode_rank] -= 1
+        if outcome == "aborted":
+            self.hub.send(live.decode_rank, Abort(request_id))
+
+    async def healthy(self) -> bool:
+        """Whether all ranks are believed to work."""
+        return self.failure is None
+
+    def metrics(self) -> Sequence[Metric]:
+        """Requests by outcome, prefill steps and pools, and every gauge of every rank."""
+        requests = [Sample(float(n), {"outcome": o}) for o, n in self.num_requests.items()]
+        blocks = [
+            Sample(float(count), {"group": name, "state": state})
+            for name, pool in self.prefill.pools.items()
+            for state, count in (
+                ("free", pool.num_free),
+                ("used", pool.count("used")),
+                ("pinned", pool.count("pinned")),
+                ("quarantined", pool.count("quarantined")),
+            )
+        ]
+        queue = [
+            Sample(float(self.prefill.num_waiting), {"state": "waiting"}),
+            Sample(float(self.prefill.num_running), {"state": "running"}),
+        ]
+        ranks = [
+            Sample(value, {"rank": rank, "name": name})
+            for rank, values in sorted(self.gauges.items())
+            for name, value in sorted(values.items())
+        ]
+        steps = [Sample(float(self.prefill.num_steps))]
+        seconds = [Sample(self.prefill.model_seconds)]
+        return (
+            Metric("kvflow_engine_requests_total", "Requests by outcome.", "counter", requests),
+            Metric("kvflow_prefill_steps_total", "Prefill steps begun.", "counter", steps),
+            Metric("kvflow_prefill_model_seconds_total", "Time in steps.", "counter", seconds),
+            Metric("kvflow_prefill_requests", "Requests in the prefill engine.", "gauge", queue),
+            Metric("kvflow_prefill_blocks", "Blocks of the prefill pools.", "gauge", blocks),
+            Metric("kvflow_rank", "Counters and gauges of each rank, by name.", "gauge", ranks),
+        )
+
+
+def _output(
+    request_id: str, sampled: Sampled, reason: Any, transfer: dict[str, Any] | None = None
+) -> TokenOutput:
+    return TokenOutput(
+        request_id,
+        sampled.token,
+        sampled.position,
+        reason,
+        sampled.logprob,
+        sampled.top_logprobs,
+        transfer=transfer,
+    )

@@ -1,0 +1,159 @@
+"""Mailboxes: how a rank and its engine's front exchange messages, in threads or processes.
+
+A rank owns a blocking `Mailbox`. The front owns one `Hub` for all ranks, in its event loop.
+"""
+
+import asyncio
+import queue
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from attrs import define, field
+
+from kvflow.engine.messages import (
+    FromRank,
+    ToRank,
+    decode_from_rank,
+    decode_to_rank,
+    encode,
+)
+from kvflow.errors import KvflowError
+
+
+class Mailbox(Protocol):
+    """The rank's side. One thread receives; `send` may be called from the same thread only."""
+
+    def receive(self, timeout: float | None) -> list[ToRank]:
+        """All messages that wait; blocks up to `timeout` seconds (None: for ever) for the first."""
+        ...
+
+    def send(self, message: FromRank) -> None: ...
+
+
+class Hub(Protocol):
+    """The front's side: every rank by name."""
+
+    def send(self, name: str, message: ToRank) -> None: ...
+
+    async def receive(self) -> tuple[str, FromRank]:
+        """The next message of any rank, with the rank's name."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@define(eq=False)
+class ThreadHub:
+    """Hub and mailboxes of ranks that are threads of this process. Messages are encoded and
+    decoded as on a wire, so that both worlds carry the same values."""
+
+    _loop: asyncio.AbstractEventLoop = field(factory=asyncio.get_running_loop)
+    _inbox: "asyncio.Queue[tuple[str, bytes]]" = field(init=False, factory=asyncio.Queue)
+    _boxes: dict[str, "queue.SimpleQueue[bytes]"] = field(init=False, factory=dict)
+
+    def mailbox(self, name: str) -> "ThreadMailbox":
+        """The mailbox of a new rank. Raises `KvflowError` for a name that is taken."""
+        if name in self._boxes:
+            raise KvflowError(f"a rank named {name!r} exists already")
+        box: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._boxes[name] = box
+        return ThreadMailbox(name, box, self)
+
+    def send(self, name: str, message: ToRank) -> None:
+        self._boxes[name].put(encode(message))
+
+    def deliver(self, name: str, data: bytes) -> None:
+        """Called by mailboxes, from their threads. Dropped once the front's loop is gone."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (name, data))
+
+    async def receive(self) -> tuple[str, FromRank]:
+        name, data = await self._inbox.get()
+        return name, decode_from_rank(data)
+
+    def close(self) -> None:
+        self._boxes.clear()
+
+
+@define(eq=False)
+class ThreadMailbox:
+    """A rank's end of a `ThreadHub`."""
+
+    name: str
+    _box: "queue.SimpleQueue[bytes]"
+    _hub: ThreadHub
+
+    def receive(self, timeout: float | None) -> list[ToRank]:
+        messages = []
+        try:
+            messages.append(self._box.get(block=timeout is None or timeout > 0, timeout=timeout))
+            while True:
+                messages.append(self._box.get_nowait())
+        except queue.Empty:
+            return [decode_to_rank(m) for m in messages]
+
+    def send(self, message: FromRank) -> None:
+        self._hub.deliver(self.name, encode(message))
+
+
+@define(eq=False)
+class ZmqHub:
+    """ROUTER socket bound at `address`; ranks are known by their names."""
+
+    address: str
+    _context: zmq.asyncio.Context = field(init=False, factory=zmq.asyncio.Context)
+    _socket: zmq.asyncio.Socket = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 500)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(self.address)
+
+    def send(self, name: str, message: ToRank) -> None:
+        """Raises `KvflowError` if the rank is not connected."""
+        parts = [name.encode(), encode(message)]
+        try:
+            # the raw socket never blocks here: the high-water mark is above any backlog we allow
+            zmq.Socket.shadow(self._socket.underlying).send_multipart(parts, zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            raise KvflowError(f"rank {name!r} cannot be reached: {error}") from error
+
+    async def receive(self) -> tuple[str, FromRank]:
+        name, data = await self._socket.recv_multipart()
+        return name.decode(), decode_from_rank(data)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+@define(eq=False)
+class ZmqMailbox:
+    """A rank's DEALER socket, connected to a `ZmqHub`."""
+
+    name: str
+    address: str
+    _context: "zmq.Context[zmq.Socket[bytes]]" = field(init=False, factory=zmq.Context)
+    _socket: "zmq.Socket[bytes]" = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 500)
+        self._socket.set(zmq.IDENTITY, self.name.encode())
+        self._socket.connect(self.address)
+
+    def receive(self, timeout: float | None) -> list[ToRank]:
+        messages: list[ToRank] = []
+        if self._socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
+            while self._socket.poll(0):
+                messages.append(decode_to_rank(self._socket.recv()))
+        return messages
+
+    def send(self, message: FromRank) -> None:
+        self._socket.send(encode(message))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
