@@ -152,14 +152,16 @@ class Descriptors:
 def descriptors(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> Descriptors:
     """Byte descriptors of one component on one link, coalesced: contiguous runs are one each, a
     planar page cut mid-page is one a field, whole neighbouring pages merge."""
-    parts = [_piece(runs, src, dst, a, b) for a, b in _paired_pieces(src, dst)]
+    parts = [_piece(runs, src, dst, a, b) for a, b in paired_pieces(src, dst)]
     joined = {
         f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Descriptors)
     }
     return Descriptors(**joined).coalesced()
 
 
-def _paired_pieces(src: PageGeometry, dst: PageGeometry) -> list[tuple[Piece, Piece]]:
+def paired_pieces(src: PageGeometry, dst: PageGeometry) -> list[tuple[Piece, Piece]]:
+    """The bytes of a token as pieces that are contiguous on both sides. Raises `PlanError` for
+    records with different fields."""
     if src.record.fields != dst.record.fields:
         raise PlanError(f"records differ: source {src.record}, target {dst.record}")
     if src.record.arrangement == dst.record.arrangement:

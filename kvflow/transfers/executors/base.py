@@ -63,7 +63,8 @@ class RankCache:
 @frozen
 class TransferReport:
     """What one pull did. `nbytes` is payload written at the target, `num_descriptors` what the
-    transport was given, `verified` None if nobody compared digests of the payload."""
+    transport was given, `num_parts` into how many parts a staging area split the payload (0 if
+    none was used), `verified` None if nobody compared digests of the payload."""
 
     plan_digest: str
     nbytes: int
@@ -72,6 +73,7 @@ class TransferReport:
     strategies: tuple[str, ...]
     seconds: float
     verified: bool | None = None
+    num_parts: int = 0
 
 
 class Executor(Protocol):

@@ -1,0 +1,176 @@
+"""LocalEndpoint: the endpoint protocol between the threads of one process.
+
+Endpoints meet in a `LocalFabric`, a value that whoever builds a world hands to all of them. A pull
+writes on a thread of its own, so it can miss its deadline and go on writing, as a network would.
+"""
+
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+from attrs import define, field, frozen
+
+from kvflow.errors import KvflowError, TransferError
+from kvflow.transfers.executors.base import RankCache, TransferReport
+from kvflow.transfers.executors.seal import digest_rows, seal, unseal
+from kvflow.transfers.executors.strided import move_runs
+from kvflow.transfers.lower import BoundPlan, SlotRuns
+
+
+@define(eq=False)
+class LocalFabric:
+    """Where endpoints of one process find each other."""
+
+    _key: bytes = field(init=False, factory=lambda: secrets.token_bytes(32), repr=False)
+    _members: dict[str, "LocalEndpoint"] = field(init=False, factory=dict)
+
+    def join(self, endpoint: "LocalEndpoint") -> bytes:
+        """Makes an endpoint known; the blob finds it again."""
+        self._members[endpoint.name] = endpoint
+        return seal(self._key, endpoint.name.encode())
+
+    def leave(self, name: str) -> None:
+        self._members.pop(name, None)
+
+    def find(self, blob: bytes) -> str:
+        """The name in a blob. Raises `TransferError` for a bad seal or one that has left."""
+        name = unseal(self._key, blob).decode()
+        self.cache_of(name)
+        return name
+
+    def cache_of(self, name: str) -> RankCache:
+        """Raises `TransferError` if the endpoint has left."""
+        if (member := self._members.get(name)) is None:
+            raise TransferError(f"{name} is closed or was never part of this fabric")
+        return member.cache
+
+
+@frozen(eq=False)
+class _Move:
+    component: str
+    source: str
+    runs: SlotRuns
+
+
+@define(eq=False)
+class LocalEndpoint:
+    """Implements `Endpoint` for caches that all threads of the process can reach.
+
+    `gate` is called with the number of moves done so far before each move (one component of one
+    link), and once more after the last: tests hold a transfer there.
+    """
+
+    cache: RankCache
+    fabric: LocalFabric
+    gate: Callable[[int], None] | None = None
+    name: str = field(init=False)
+    _peers: set[str] = field(init=False, factory=set)
+    _writers: list[threading.Thread] = field(init=False, factory=list)
+    _closed: bool = field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.name = f"rank{self.cache.rank}.{uuid.uuid4().hex}"
+        self.fabric.join(self)
+
+    def export(self) -> bytes:
+        if self._closed:
+            raise TransferError(f"{self.name} is closed")
+        return self.fabric.join(self)
+
+    def connect(self, blob: bytes) -> str:
+        name = self.fabric.find(blob)
+        self._peers.add(name)
+        return name
+
+    def pull(
+        self,
+        bound: BoundPlan,
+        dst_rank: int,
+        peers: Mapping[int, str],
+        *,
+        timeout: float,
+        verify: bool = False,
+    ) -> TransferReport:
+        begin = time.monotonic()
+        if self._closed:
+            raise TransferError(f"{self.name} is closed")
+        if dst_rank != self.cache.rank:
+            raise TransferError(f"a pull for rank {dst_rank} at the cache of {self.cache.rank}")
+        moves, num_links = self._moves(bound, peers)
+        if moves:
+            self._write(moves, timeout)
+        if verify:
+            self._verify(moves)
+        pages = self.cache.pages
+        return TransferReport(
+            plan_digest=bound.plan.digest,
+            nbytes=sum(m.runs.num_tokens * pages[m.component].record.nbytes for m in moves),
+            num_descriptors=len(moves),
+            num_links=num_links,
+            strategies=("copy",) if moves else (),
+            seconds=time.monotonic() - begin,
+            verified=True if verify else None,
+        )
+
+    def _moves(self, bound: BoundPlan, peers: Mapping[int, str]) -> tuple[list[_Move], int]:
+        """Every move of the plan, its source proven to be there."""
+        moves, ranks = [], set()
+        for part, rank, runs in bound.links_to(self.cache.rank):
+            if peers.get(rank) not in self._peers:
+                raise TransferError(f"rank {rank} is read, but {peers.get(rank)} is not connected")
+            source = self.fabric.cache_of(peers[rank])
+            for name in part.components:
+                if name not in source.pages or name not in self.cache.pages:
+                    raise TransferError(f"component {name!r} is missing at one side")
+                moves.append(_Move(name, peers[rank], runs))
+            ranks.add(rank)
+        return moves, len(ranks)
+
+    def _write(self, moves: list[_Move], timeout: float) -> None:
+        failure: list[KvflowError] = []
+
+        def work() -> None:
+            try:
+                for done, move in enumerate(moves):
+                    self._pass(done)
+                    source = self.fabric.cache_of(move.source).pages[move.component]
+                    move_runs(move.runs, source, self.cache.pages[move.component])
+                self._pass(len(moves))
+            except KvflowError as e:
+                failure.append(e)
+
+        writer = threading.Thread(target=work, name=f"pull-{self.name}", daemon=True)
+        self._writers.append(writer)
+        writer.start()
+        writer.join(timeout)
+        if writer.is_alive():
+            raise TransferError(f"{len(moves)} moves did not end within {timeout:.3f} s")
+        self._writers.remove(writer)
+        if failure:
+            raise TransferError(f"the transfer stopped: {failure[0]}") from failure[0]
+
+    def _pass(self, num_done: int) -> None:
+        if self.gate is not None:
+            self.gate(num_done)
+
+    def _verify(self, moves: list[_Move]) -> None:
+        for move in moves:
+            src, dst = move.runs.expand()
+            theirs = digest_rows(self.fabric.cache_of(move.source).pages[move.component], src)
+            mine = digest_rows(self.cache.pages[move.component], dst)
+            if theirs != mine:
+                raise TransferError(
+                    f"{move.component} from {move.source}: source digest {theirs.hex()}, "
+                    f"here {mine.hex()}"
+                )
+
+    def quiesced(self) -> bool:
+        self._writers = [w for w in self._writers if w.is_alive()]
+        return not self._writers
+
+    def close(self) -> None:
+        """A transfer that others still read from this cache fails at its next move."""
+        self._closed = True
+        self.fabric.leave(self.name)
