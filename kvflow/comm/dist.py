@@ -15,6 +15,9 @@ from torch.distributed.distributed_c10d import Store
 
 from kvflow.comm.protocol import check_all_gather, check_all_to_all, check_counts, check_rank
 
+_all_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed it and warns about the old name.
+
 
 @frozen(eq=False)
 class DistComm:
@@ -48,7 +51,7 @@ class DistComm:
         if len(sent) < longest:
             sent = torch.nn.functional.pad(sent, (0, 0, 0, longest - len(sent)))
         out = sent.new_empty(longest * self.size, sent.shape[1])
-        dist.all_gather_into_tensor(out, sent, group=self.group)
+        _all_gather_equal(out, sent, group=self.group)
         if min(counts) == longest:
             return out
         return torch.cat(
@@ -104,8 +107,10 @@ def disconnect() -> None:
 
 def _as_bytes(rows: Tensor) -> Tensor:
     """``[n, ...]`` of any dtype as uint8 ``[n, nbytes]``."""
-    width = prod(rows.shape[1:])
-    return rows.contiguous().reshape(len(rows), width).view(torch.uint8)
+    flat = rows.contiguous().reshape(len(rows), prod(rows.shape[1:]))
+    if flat.stride(-1) != 1:  # a single element counts as contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _from_bytes(data: Tensor, like: Tensor) -> Tensor:

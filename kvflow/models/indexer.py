@@ -100,14 +100,30 @@ def index_scores(queries: Tensor, weights: Tensor, tiles: Tensor, positions: Ten
     queries ``[m, heads, d]``, weights ``[m, heads]``, positions int64 ``[m]`` ascending."""
     num_keys = len(tiles) * KEY_TILE
     scores = queries.new_full((len(queries), num_keys), -torch.inf)
-    for i, tile in enumerate(tiles[: int(positions[-1]) // KEY_TILE + 1]):
-        first = int(torch.searchsorted(positions, i * KEY_TILE))
-        num = len(queries) - first
-        products = torch.bmm(queries[first:], tile.expand(num, *tile.shape)).relu_()
-        summed = torch.bmm(weights[first:, None], products)
-        scores[first:, i * KEY_TILE : (i + 1) * KEY_TILE] = summed[:, 0]
+    num_visible = int(positions[-1]) // KEY_TILE + 1
+    if len(queries) < num_visible:
+        for i, position in enumerate(positions.tolist()):
+            seen = tiles[: position // KEY_TILE + 1]
+            products = _tile_scores(queries[i, None], weights[i, None], seen)
+            scores[i, : len(seen) * KEY_TILE] = products.flatten()
+    else:
+        for i, tile in enumerate(tiles[:num_visible]):
+            first = int(torch.searchsorted(positions, i * KEY_TILE))
+            products = _tile_scores(queries[first:], weights[first:], tile[None])
+            scores[first:, i * KEY_TILE : (i + 1) * KEY_TILE] = products
     future = torch.arange(num_keys) > positions[:, None]
     return scores.masked_fill_(future, -torch.inf)
+
+
+def _tile_scores(queries: Tensor, weights: Tensor, tiles: Tensor) -> Tensor:
+    """One query against one tile, many times: ``[b, KEY_TILE]`` for b queries or b tiles, the
+    other being one."""
+    num = max(len(queries), len(tiles))
+    products = torch.bmm(
+        queries.expand(num, *queries.shape[1:]), tiles.expand(num, *tiles.shape[1:])
+    )
+    heads = weights[:, None].expand(num, 1, weights.shape[1])
+    return torch.bmm(heads, products.relu_())[:, 0]
 
 
 def topk_positions(scores: Tensor, k: int) -> Tensor:

@@ -36,13 +36,15 @@ class DenseKV:
             self.visible[s.request_idx] = s.context_len
 
     def publish(self, component: str, rows: Tensor) -> None:
-        assert rows.dtype == torch.uint8 and rows.dim() == 2
+        assert rows.dtype == torch.uint8
+        assert rows.dim() == 2
         for owner, row in zip(self._owners, self.comm.all_gather(rows, self._counts), strict=True):
             self.table[component, *owner] = row
         self.published.append(component)
 
     def rows(self, component: str, request_idx: int, positions: Tensor | None) -> Tensor:
-        assert component in self.published and component not in self.released
+        assert component in self.published
+        assert component not in self.released
         limit = self.visible[request_idx]
         wanted = range(limit) if positions is None else positions.tolist()
         assert all(0 <= p < limit for p in wanted)

@@ -1,0 +1,128 @@
+"""One contract for every Comm: run on one rank, on threads and on spawned processes."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore
+
+from kvflow.comm import Comm, LocalComm, connect_gloo, disconnect, run_ranks
+
+DTYPES = [
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+]
+
+
+def tagged(rank: int, num: int, dtype: torch.dtype, row: tuple[int, ...]) -> torch.Tensor:
+    """Rows that say where they come from: small integers, exact in every dtype."""
+    first = torch.arange(num).view(num, *(1 for _ in row))
+    return ((rank * 3 + first) % 8).expand(num, *row).to(dtype)
+
+
+def same(got: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    want = torch.cat([p.to(torch.float64) for p in parts])
+    assert got.shape == want.shape
+    assert got.dtype == parts[0].dtype
+    assert torch.equal(got.to(torch.float64), want)
+
+
+def check_gathers(comm: Comm) -> None:
+    patterns = [
+        [2] * comm.size,
+        [0] * comm.size,
+        [(r * 5) % 7 for r in range(comm.size)],
+        [9 if r == comm.size - 1 else 0 for r in range(comm.size)],
+    ]
+    for dtype in DTYPES:
+        for row in ((), (3,), (2, 5)):
+            for counts in patterns:
+                rows = tagged(comm.rank, counts[comm.rank], dtype, row)
+                got = comm.all_gather(rows, counts)
+                same(got, [tagged(r, n, dtype, row) for r, n in enumerate(counts)])
+
+
+def check_exchanges(comm: Comm) -> None:
+    def sends(source: int, target: int) -> int:
+        return (source * 2 + target * 3) % 4
+
+    def row_block(source: int, target: int, dtype: torch.dtype) -> torch.Tensor:
+        return tagged(source + target, sends(source, target), dtype, (3,))
+
+    for dtype in DTYPES:
+        counts = [sends(comm.rank, r) for r in range(comm.size)]
+        rows = torch.cat([row_block(comm.rank, r, dtype) for r in range(comm.size)])
+        got, received = comm.all_to_all(rows, counts)
+        assert received == [sends(r, comm.rank) for r in range(comm.size)]
+        same(got, [row_block(r, comm.rank, dtype) for r in range(comm.size)])
+    nothing, received = comm.all_to_all(torch.empty(0, 4), [0] * comm.size)
+    assert nothing.shape == (0, 4)
+    assert received == [0] * comm.size
+
+
+def check_results_are_copies(comm: Comm) -> None:
+    rows = torch.zeros(2, 3)
+    gathered = comm.all_gather(rows, [2] * comm.size)
+    exchanged, _ = comm.all_to_all(gathered[: comm.size], [1] * comm.size)
+    rows.fill_(7)
+    gathered.fill_(8)
+    comm.barrier()
+    assert not exchanged.any()
+    assert not rows.eq(8).any()
+
+
+def check_refusals(comm: Comm) -> None:
+    """Input that this rank alone can see is wrong raises before anything is sent."""
+    with pytest.raises(RuntimeError, match=r"rank \d+ has 1 rows, counts say 2"):
+        comm.all_gather(torch.zeros(1), [2] * comm.size)
+    with pytest.raises(RuntimeError, match="one per rank"):
+        comm.all_gather(torch.zeros(1), [1] * (comm.size + 1))
+    with pytest.raises(RuntimeError, match="add up to"):
+        comm.all_to_all(torch.zeros(comm.size + 1), [1] * comm.size)
+
+
+def contract(comm: Comm) -> int:
+    assert 0 <= comm.rank < comm.size
+    check_gathers(comm)
+    check_exchanges(comm)
+    check_results_are_copies(comm)
+    check_refusals(comm)
+    comm.barrier()
+    return comm.rank
+
+
+def test_local() -> None:
+    assert contract(LocalComm()) == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_threads(size: int) -> None:
+    assert run_ranks(size, contract) == list(range(size))
+
+
+def _process(rank: int, size: int, port: int, body: Callable[[Comm], Any]) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, size, is_master=False)
+    comm = connect_gloo(rank, size, store)
+    assert (comm.rank, comm.size) == (rank, size)
+    body(comm)
+    disconnect()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [3])
+def test_processes(size: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, size + 1, is_master=True, wait_for_workers=False)
+    mp.spawn(_process, args=(size, port, contract), nprocs=size)
+    del store
