@@ -51,7 +51,10 @@ class Fields:
             return default
         if not (is_int(value) or isinstance(value, float)):
             raise refuse(name, value, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise refuse(name, value, "a number that a double can hold") from error
 
     def boolean(self, name: str, default: bool) -> bool:
         """true or false."""

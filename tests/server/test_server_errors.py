@@ -38,6 +38,7 @@ BAD_EVERYWHERE = [
     ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
     ({"seed": 2**63}, "seed"),
