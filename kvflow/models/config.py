@@ -147,6 +147,8 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
 
 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """``mlp_layer_types`` wins over ``first_k_dense_replace``, which HF writes by default; were
+    it wrong, the checkpoint's tensors would not fit."""
     n = int(config.get("num_hidden_layers") or 0)
     types = config.get("mlp_layer_types")
     first = config.get("first_k_dense_replace")
@@ -155,6 +157,4 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     dense = tuple(t == "dense" for t in types)
     if len(dense) != n:
         raise ConfigError(f"mlp_layer_types has {len(dense)} entries, num_hidden_layers is {n}")
-    if first is not None and dense != tuple(i < first for i in range(n)):
-        raise ConfigError(f"mlp_layer_types {types} and first_k_dense_replace {first} disagree")
     return dense

@@ -39,7 +39,9 @@ class Router:
         return ids, weights * c.routed_scaling_factor
 
     def _eligible(self, choice: Tensor) -> Tensor:
-        groups = choice.reshape(len(choice), self.config.n_group, choice.shape[1] // self.config.n_group)
+        groups = choice.reshape(
+            len(choice), self.config.n_group, choice.shape[1] // self.config.n_group
+        )
         rank = groups.topk(2, dim=-1).values.sum(-1).argsort(dim=-1, descending=True, stable=True)
         keep = torch.zeros_like(rank, dtype=torch.bool)
         keep.scatter_(1, rank[:, : self.config.topk_group], True)
