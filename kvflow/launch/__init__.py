@@ -1,0 +1,1 @@
+"""Building and starting whole deployments: the one place that chooses transports."""

@@ -1,0 +1,56 @@
+"""A rank's parts: model, cache, runner, and what it serves."""
+
+from collections.abc import Callable
+
+import torch
+
+from kvflow.comm import Comm
+from kvflow.comm.local import LocalComm
+from kvflow.engine.decode import DecodeEngine
+from kvflow.engine.mailbox import Mailbox
+from kvflow.engine.ranks import serve_prefill
+from kvflow.engine.runner import StepRunner
+from kvflow.launch.config import LaunchConfig
+from kvflow.models.glm import Glm
+from kvflow.transfers.executors.base import Endpoint, RankCache
+
+MakeEndpoint = Callable[[RankCache], Endpoint]
+
+
+def prefill_rank(
+    config: LaunchConfig, comm: Comm, mailbox: Mailbox, make_endpoint: MakeEndpoint
+) -> tuple[Callable[[], None], Endpoint]:
+    """What prefill rank ``comm.rank`` runs, and the endpoint to close afterwards."""
+    model = _model(config, comm.rank, comm.size)
+    layout = config.prefill_layout(model.spec)
+    num_blocks = layout.num_blocks_for(config.prefill_kv_tokens)
+    cache = RankCache.allocate(layout, comm.rank, num_blocks)
+    endpoint = make_endpoint(cache)
+    runner = StepRunner(model, layout, cache, comm)
+    return lambda: serve_prefill(runner, num_blocks, endpoint, mailbox), endpoint
+
+
+def decode_rank(
+    config: LaunchConfig, mailbox: Mailbox, make_endpoint: MakeEndpoint
+) -> tuple[DecodeEngine, Endpoint]:
+    """A decode rank's engine, and the endpoint to close afterwards."""
+    model = _model(config, 0, 1)
+    layout = config.decode_layout(model.spec)
+    num_blocks = layout.num_blocks_for(config.decode_kv_tokens)
+    cache = RankCache.allocate(layout, 0, num_blocks)
+    endpoint = make_endpoint(cache)
+    engine = DecodeEngine(
+        StepRunner(model, layout, cache, LocalComm()),
+        num_blocks,
+        endpoint,
+        mailbox,
+        config.eos_ids(),
+        max_batch=config.max_num_seqs,
+        verify_transfers=config.verify_transfers,
+    )
+    return engine, endpoint
+
+
+def _model(config: LaunchConfig, rank: int, size: int) -> Glm:
+    dtype = {"float32": torch.float32, "float64": torch.float64}[config.dtype]
+    return Glm.load(config.model, kv_dtype=config.kv_dtype, dtype=dtype, rank=rank, size=size)

@@ -1,0 +1,108 @@
+"""LaunchConfig: everything a deployment is started from. Resolved once, handed to every rank."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from kvflow.engine.deployment import Deployment
+from kvflow.engine.mailbox import Hub
+from kvflow.errors import LayoutError
+from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.mesh import Axis, Mesh, Placement
+from kvflow.layouts.paging import Paged
+from kvflow.layouts.record import KVDType
+from kvflow.layouts.sharding import Replicated, RoundRobin
+from kvflow.layouts.spec import KVCacheSpec
+
+Transport = Literal["nixl", "in-process"]
+ComputeDType = Literal["float32", "float64"]
+
+
+@frozen
+class LaunchConfig:
+    """Sizes are in tokens. ``pcp`` prefill ranks; ``dcp`` shards their cache over the same ranks
+    and divides ``pcp``; ``decode_ranks`` data-parallel decode ranks."""
+
+    model: Path = field(converter=Path)
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+    decode_ranks: int = 1
+    prefill_block: int = 64
+    decode_block: int = 64
+    kv_dtype: KVDType = "fp8"
+    dtype: ComputeDType = "float32"
+    max_model_len: int = 8192
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    prefill_kv_tokens: int = 32768
+    decode_kv_tokens: int = 32768
+    transport: Transport = "nixl"
+    verify_transfers: bool = False
+    served_model_name: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        counts = ("pcp", "dcp", "interleave", "decode_ranks", "prefill_block", "decode_block")
+        sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
+        for name in (*counts, *sizes, "prefill_kv_tokens", "decode_kv_tokens"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} = {getattr(self, name)}, must be at least 1")
+        if self.pcp % self.dcp:
+            raise LayoutError(f"dcp {self.dcp} must divide pcp {self.pcp}: it adds no ranks")
+        for name in ("prefill_kv_tokens", "decode_kv_tokens"):
+            if getattr(self, name) < self.max_model_len:
+                raise LayoutError(
+                    f"{name} = {getattr(self, name)} is below max_model_len {self.max_model_len}"
+                )
+
+    @property
+    def prefill_mesh(self) -> Mesh:
+        """DCP acts on the PCP ranks."""
+        return Mesh((Axis("pcp", self.pcp), Axis("dcp", self.dcp, over=("pcp",))))
+
+    def prefill_layout(self, spec: KVCacheSpec) -> KVLayout:
+        """Round-robin over the DCP axis; ranks with one DCP coordinate are replicas."""
+        deal = RoundRobin(self.dcp, self.interleave)
+        placement = self.prefill_mesh.place(deal, "dcp")
+        return KVLayout.uniform(spec, placement, Paged(self.prefill_block))
+
+    def decode_layout(self, spec: KVCacheSpec) -> KVLayout:
+        """One decode rank holds every token of its requests."""
+        placement = Placement.simple(Replicated())
+        return KVLayout.uniform(spec, placement, Paged(self.decode_block))
+
+    @property
+    def prefill_names(self) -> tuple[str, ...]:
+        return tuple(f"prefill-{r}" for r in range(self.pcp))
+
+    @property
+    def decode_names(self) -> tuple[str, ...]:
+        return tuple(f"decode-{r}" for r in range(self.decode_ranks))
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.resolve().name
+
+    def deployment(self, hub: Hub) -> Deployment:
+        """The front of this deployment, not started."""
+        return Deployment(
+            hub,
+            self.prefill_names,
+            self.decode_names,
+            self.eos_ids(),
+            self.model_name,
+            self.max_model_len,
+            self.max_num_batched_tokens,
+        )
+
+    def eos_ids(self) -> frozenset[int]:
+        """End-of-sequence ids of the model's generation config, else of its config."""
+        for name in ("generation_config.json", "config.json"):
+            path = self.model / name
+            if path.exists():
+                ids: Any = json.loads(path.read_text()).get("eos_token_id")
+                if ids is not None:
+                    return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()

@@ -1,0 +1,167 @@
+"""The real world: every rank a spawned process, gloo between prefill ranks, NIXL for KV.
+
+The control plane is one ROUTER socket on an ipc path in a private directory. A rank whose parent
+is gone ends itself; a rank that dies makes the deployment unhealthy.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing as mp
+import os
+import secrets
+import signal
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from kvflow.comm.dist import connect_gloo, disconnect
+from kvflow.engine.deployment import Deployment
+from kvflow.engine.mailbox import ZmqHub, ZmqMailbox
+from kvflow.engine.ranks import guarded
+from kvflow.launch.build import decode_rank, prefill_rank
+from kvflow.launch.config import LaunchConfig
+from kvflow.transfers.executors.base import Endpoint, RankCache
+
+_JOIN_S = 3.0
+_COLLECTIVE_TIMEOUT_S = 600.0
+
+
+@contextlib.asynccontextmanager
+async def process_deployment(
+    config: LaunchConfig, *, start_timeout: float = 120.0
+) -> AsyncIterator[Deployment]:
+    """A started deployment of spawned processes. Leaving the block ends every one of them within
+    seconds, whatever it was doing, and removes the sockets' directory."""
+    context, key = mp.get_context("spawn"), secrets.token_bytes(32)
+    num_ranks = config.pcp + config.decode_ranks
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    with tempfile.TemporaryDirectory(prefix="kvflow-") as directory:
+        address = f"ipc://{Path(directory) / 'front'}"
+        hub = ZmqHub(address)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes: dict[str, BaseProcess] = {}
+        for rank, name in enumerate(config.prefill_names):
+            processes[name] = context.Process(
+                target=_prefill_main,
+                args=(config, name, address, key, threads, rank, store.port),
+                name=name,
+            )
+        for name in config.decode_names:
+            processes[name] = context.Process(
+                target=_decode_main, args=(config, name, address, key, threads), name=name
+            )
+        deployment = config.deployment(hub)
+        watcher: asyncio.Task[None] | None = None
+        try:
+            for process in processes.values():
+                process.start()
+            await _start_or_die(deployment, processes, start_timeout)
+            watcher = asyncio.create_task(_watch(deployment, processes))
+            yield deployment
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            await deployment.close()
+            await asyncio.to_thread(_end, list(processes.values()))
+            hub.close()
+
+
+async def _start_or_die(
+    deployment: Deployment, processes: dict[str, BaseProcess], timeout: float
+) -> None:
+    """Starts the deployment, but gives up as soon as a process is gone."""
+    start = asyncio.create_task(deployment.start(timeout))
+    while not start.done():
+        await asyncio.wait([start], timeout=0.2)
+        for name, process in processes.items():
+            if not start.done() and process.exitcode is not None:
+                await asyncio.wait([start], timeout=0.5)  # its own words may be under way
+                if not start.done():
+                    start.cancel()
+                    await asyncio.gather(start, return_exceptions=True)
+                    raise RuntimeError(f"rank {name!r} ended with code {process.exitcode}")
+    await start
+
+
+async def _watch(deployment: Deployment, processes: dict[str, BaseProcess]) -> None:
+    while True:
+        await asyncio.sleep(0.2)
+        for name, process in processes.items():
+            if process.exitcode is not None:
+                deployment.fail(f"rank {name!r} ended with code {process.exitcode}")
+                return
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.pid is not None:
+            process.join(_JOIN_S / len(processes))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        if process.pid is not None:
+            process.join()
+            process.close()
+
+
+# --- what runs in a spawned process
+
+
+def _enter(threads: int) -> None:
+    from kvflow.transfers.executors.nixl import settle_environment
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when ranks end
+    settle_environment()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(threads)
+    parent = mp.parent_process()
+
+    def follow_parent() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+def _nixl_endpoint(cache: RankCache, key: bytes) -> Endpoint:
+    from kvflow.transfers.executors.nixl import NixlEndpoint
+
+    return NixlEndpoint(cache, key)
+
+
+def _prefill_main(
+    config: LaunchConfig, name: str, address: str, key: bytes, threads: int, rank: int, port: int
+) -> None:
+    _enter(threads)
+    mailbox = ZmqMailbox(name, address)
+
+    def serve() -> None:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        comm = connect_gloo(rank, config.pcp, store, timeout_s=_COLLECTIVE_TIMEOUT_S)
+        run, endpoint = prefill_rank(config, comm, mailbox, lambda c: _nixl_endpoint(c, key))
+        with contextlib.closing(endpoint):
+            run()
+        disconnect()
+
+    guarded(mailbox, serve)
+    mailbox.close()
+
+
+def _decode_main(config: LaunchConfig, name: str, address: str, key: bytes, threads: int) -> None:
+    _enter(threads)
+    mailbox = ZmqMailbox(name, address)
+
+    def serve() -> None:
+        engine, endpoint = decode_rank(config, mailbox, lambda c: _nixl_endpoint(c, key))
+        with contextlib.closing(endpoint):
+            engine.serve()
+
+    guarded(mailbox, serve)
+    mailbox.close()

@@ -1,0 +1,80 @@
+"""The in-process world: every rank a thread, transfers by the in-process transport."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+
+from kvflow.comm.threads import ThreadComm, ThreadGroup
+from kvflow.engine.deployment import Deployment
+from kvflow.engine.mailbox import ThreadHub
+from kvflow.engine.ranks import guarded
+from kvflow.launch.build import decode_rank, prefill_rank
+from kvflow.launch.config import LaunchConfig
+from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
+
+_IDLE_S = 3600.0  # how long a rank may wait inside a collective for the others
+
+
+@contextlib.asynccontextmanager
+async def thread_deployment(config: LaunchConfig) -> AsyncIterator[Deployment]:
+    """A started deployment whose ranks are threads of this process; all end with the block."""
+    hub, fabric = ThreadHub(), LocalFabric()
+    group = ThreadGroup(config.pcp, _IDLE_S)
+
+    def run_prefill(rank: int) -> None:
+        mailbox = boxes[config.prefill_names[rank]]
+
+        def serve() -> None:
+            comm = ThreadComm(group, rank)
+            run, endpoint = prefill_rank(
+                config, comm, mailbox, lambda cache: LocalEndpoint(cache, fabric)
+            )
+            with contextlib.closing(endpoint):
+                run()
+
+        try:
+            guarded(mailbox, serve)
+        finally:
+            group.leave(rank, "it has ended")
+
+    def run_decode(name: str) -> None:
+        mailbox = boxes[name]
+
+        def serve() -> None:
+            engine, endpoint = decode_rank(
+                config, mailbox, lambda cache: LocalEndpoint(cache, fabric)
+            )
+            with contextlib.closing(endpoint):
+                engine.serve()
+
+        guarded(mailbox, serve)
+
+    boxes = {name: hub.mailbox(name) for name in (*config.prefill_names, *config.decode_names)}
+    threads = [_thread(name, run_prefill, r) for r, name in enumerate(config.prefill_names)]
+    threads += [_thread(name, run_decode, name) for name in config.decode_names]
+    deployment = config.deployment(hub)
+    try:
+        await deployment.start()
+        yield deployment
+    finally:
+        await deployment.close()
+        await asyncio.to_thread(_join, threads)
+        hub.close()
+
+
+def _thread(name: str, body: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=_quiet, args=(body, *args), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(10)
+
+
+def _quiet(body: Callable[..., None], *args: object) -> None:
+    """A rank's error has reached the front as a message; the thread just ends."""
+    with contextlib.suppress(Exception):
+        body(*args)
