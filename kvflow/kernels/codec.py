@@ -25,8 +25,8 @@ FP8_MAX = 448.0
 FP8_NAN = 0x7F
 SCALE_FLOOR = 1e-10
 """Smallest amax a scale is made from: a row of zeros has a defined scale."""
-CPU_CHUNK = 256
-"""Rows per pass on a CPU, so that the temporaries of a pass stay in its cache."""
+CPU_CHUNK = 1 << 17
+"""Values per pass on a CPU, so that the temporaries of a pass stay in its cache."""
 
 _FLOATS = {
     "bfloat16": torch.bfloat16,
@@ -34,6 +34,8 @@ _FLOATS = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+
+_VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float()  # of every code; faster than casts
 
 ScaleRule = Callable[[Tensor], Tensor]
 
@@ -129,8 +131,9 @@ def decode_index_key(record: Record, rows: Tensor, dtype: torch.dtype = torch.fl
 
 
 def group_scale(amax: Tensor) -> Tensor:
-    """float32 ``max(amax, 1e-10) / 448``, correctly rounded."""
-    return amax.clamp_min(SCALE_FLOOR).div_(FP8_MAX)
+    """float32 ``max(amax, 1e-10) / 448``, correctly rounded: by a tensor, because on a GPU torch
+    divides by a number as a product with its reciprocal."""
+    return amax.clamp_min(SCALE_FLOOR).div_(amax.new_full((1,), FP8_MAX))
 
 
 def power_of_two_scale(amax: Tensor) -> Tensor:
@@ -174,33 +177,35 @@ def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, *, power_of_tw
 
 
 def _quantise_rows(
-    fmt: RowFormat, scale_span: Span, values: Tensor, out: Tensor, rule: ScaleRule
+    fmt: RowFormat, scale: Span, values: Tensor, out: Tensor, rule: ScaleRule
 ) -> None:
-    """Write codes and scales of values [n, size], a cache-sized chunk of rows at a time."""
-    n, group = len(values), fmt.group
-    padded = scale_span.size * group
-    step = min(n, CPU_CHUNK) if out.device.type == "cpu" else n
+    """Write codes and scales of values [n, size] into packed rows, a chunk of rows at a time."""
+    size, group = fmt.values.size, fmt.group
+    padded = scale.size * group
+    step = _chunk_rows(out, padded)
     scratch = torch.zeros(step, padded, device=out.device)
-    for start in range(0, n, max(step, 1)):
-        rows = out[start : start + step]
-        x = scratch[: len(rows)]
-        x[:, : fmt.values.size].copy_(values[start : start + step])
-        codes, scale = _quantise(x.view(-1, scale_span.size, group), rule)
-        rows[:, fmt.values.offset : fmt.values.end] = codes.view(-1, padded)[:, : fmt.values.size]
-        rows[:, scale_span.offset : scale_span.end] = scale.view(torch.uint8)
-        x[:, fmt.values.size :] = 0
+    all_codes = out[:, fmt.values.offset : fmt.values.end]
+    for start in range(0, len(out), step):
+        codes = all_codes[start : start + step]
+        x = scratch[: len(codes)]
+        x[:, :size].copy_(values[start : start + step])
+        groups = x.view(-1, scale.size, group)
+        amax = groups.abs().amax(-1)
+        scales = rule(amax)
+        groups.div_(scales[..., None]).clamp_(-FP8_MAX, FP8_MAX)
+        codes.view(FP8).copy_(x[:, :size])
+        poisoned = amax.isfinite().logical_not_()
+        if out.device.type != "cpu" or bool(poisoned.any()):
+            scales.masked_fill_(poisoned, torch.nan)
+            codes.masked_fill_(poisoned.repeat_interleave(group, 1)[:, :size], FP8_NAN)
+            x[:, size:] = 0
+        out[start : start + step, scale.offset : scale.end] = scales.view(torch.uint8)
 
 
-def _quantise(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """float32 [n, groups, size], overwritten -> codes uint8 of that shape, scales [n, groups]."""
-    amax = x.abs().amax(-1)
-    poisoned = amax.isfinite().logical_not_()
-    scale = rule(amax)
-    codes = x.div_(scale[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-    if x.device.type != "cpu" or poisoned.any():
-        scale.masked_fill_(poisoned, torch.nan)
-        codes.masked_fill_(poisoned[..., None], FP8_NAN)
-    return codes, scale
+def _chunk_rows(rows: Tensor, row_size: int) -> int:
+    """Rows per pass: all of them on a GPU, a cache's worth on a CPU."""
+    most = len(rows) if rows.device.type != "cpu" else CPU_CHUNK // row_size
+    return max(1, min(len(rows), most))
 
 
 @torch.no_grad()
@@ -230,13 +235,13 @@ def _decode(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _dequantise(fmt: RowFormat, scale: Span, rows: Tensor, out: Tensor) -> None:
     """Write code * scale, rounded once to float32, then to the dtype of `out`."""
-    n, size, group = len(rows), fmt.values.size, fmt.group
-    step = min(n, CPU_CHUNK) if out.device.type == "cpu" else n
-    table = torch.arange(256, dtype=torch.uint8).view(FP8).float().to(rows.device)
+    size, group = fmt.values.size, fmt.group
+    step = _chunk_rows(rows, size)
+    table = _VALUES.to(rows.device)
     index = torch.empty(step, size, dtype=torch.int32, device=rows.device)
     values = torch.empty(step, size, device=rows.device)
     full = size // group
-    for start in range(0, n, max(step, 1)):
+    for start in range(0, len(rows), step):
         chunk = rows[start : start + step]
         i, x = index[: len(chunk)], values[: len(chunk)]
         i.copy_(chunk[:, fmt.values.offset : fmt.values.end])
