@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field, frozen
 
-from kvflow.errors import KvflowError, TransferError
+from kvflow.errors import TransferError
 from kvflow.transfers.executors.base import RankCache, TransferReport
 from kvflow.transfers.executors.seal import digest_rows, seal, unseal
 from kvflow.transfers.executors.strided import move_runs
@@ -129,7 +129,7 @@ class LocalEndpoint:
         return moves, len(ranks)
 
     def _write(self, moves: list[_Move], timeout: float) -> None:
-        failure: list[KvflowError] = []
+        failure: list[Exception] = []
 
         def work() -> None:
             try:
@@ -138,7 +138,7 @@ class LocalEndpoint:
                     source = self.fabric.cache_of(move.source).pages[move.component]
                     move_runs(move.runs, source, self.cache.pages[move.component])
                 self._pass(len(moves))
-            except KvflowError as e:
+            except Exception as e:  # carried to the puller
                 failure.append(e)
 
         writer = threading.Thread(target=work, name=f"pull-{self.name}", daemon=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from kvflow.errors import CapacityError, TransferError
 from kvflow.layouts.record import Piece
@@ -16,6 +16,7 @@ from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.nixl_agent import LOCAL, Agent
 from kvflow.transfers.executors.nixl_wire import Export, geometry_of
 from kvflow.transfers.lower import PageGeometry, SlotRuns, paired_pieces
+from kvflow.transfers.plan import Plan
 
 Grain = Literal["page", "row"]
 _INT32_END = 2**31
@@ -41,12 +42,23 @@ class PreparedLists:
         return here, there
 
 
+@frozen(eq=False)
+class Kind:
+    """Components whose pages look alike on both sides: same record, sizes and strides. `src` and
+    `dst` are relative (base 0)."""
+
+    names: tuple[str, ...]
+    src: PageGeometry
+    dst: PageGeometry
+
+
 @define(eq=False)
 class Peer:
     """A connected endpoint: what it exported, checked, and the lists prepared for it."""
 
     export: Export
     geometries: Mapping[str, PageGeometry] = field(init=False)
+    _kinds: tuple[Kind, ...] = field(init=False, default=())
     _lists: dict[Grain, PreparedLists] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -55,6 +67,17 @@ class Peer:
     @property
     def name(self) -> str:
         return self.export.name
+
+    def kinds(self, mine: Mapping[str, PageGeometry]) -> tuple[Kind, ...]:
+        """The components that both sides have, by kind; `mine` is the same at every call."""
+        if not self._kinds:
+            alike: dict[tuple[PageGeometry, PageGeometry], list[str]] = {}
+            for name, dst in mine.items():
+                if (src := self.geometries.get(name)) is not None:
+                    looks = (evolve(src, base=0), evolve(dst, base=0))
+                    alike.setdefault(looks, []).append(name)
+            self._kinds = tuple(Kind(tuple(names), *looks) for looks, names in alike.items())
+        return self._kinds
 
     def lists(self, agent: Agent, mine: Mapping[str, PageGeometry], grain: Grain) -> PreparedLists:
         """The lists of one grain, prepared at first use."""
@@ -110,21 +133,33 @@ def _rows(at: PageGeometry, piece: Piece) -> Ints:
     return table
 
 
-def check_bounds(side: str, name: str, at: PageGeometry, slot: Ints, stride: Ints, n: Ints) -> None:
-    """Every slot of the runs lies in the pages of a registered region. Raises `TransferError` with
-    the offending run."""
-    last, num_slots = slot + stride * (n - 1), at.num_blocks * at.block_size
-    bad = np.flatnonzero((slot < 0) | (last >= num_slots))
-    if len(bad):
-        i = int(bad[0])
-        end = at.base + at.nbytes
-        raise TransferError(
-            f"{side} {name}: slots {int(slot[i])}..{int(last[i])} of run {i} must be in "
-            f"[0, {num_slots}), the pages of region [{at.base:#x}, {end:#x})"
-        )
+def check_bounds(kind: Kind, runs: SlotRuns) -> None:
+    """Every slot of the runs lies in the pages of a registered region, on both sides. Raises
+    `TransferError` with the offending run."""
+    sides = (
+        ("source", kind.src, runs.src, runs.src_stride),
+        ("target", kind.dst, runs.dst, runs.dst_stride),
+    )
+    for side, at, slot, stride in sides:
+        last, num_slots = slot + stride * (runs.count - 1), at.num_blocks * at.block_size
+        bad = np.flatnonzero((slot < 0) | (last >= num_slots))
+        if len(bad):
+            i = int(bad[0])
+            raise TransferError(
+                f"{side} {kind.names[0]}: slots {int(slot[i])}..{int(last[i])} of run {i} must be "
+                f"in [0, {num_slots}), the registered pages: {at.nbytes} bytes"
+            )
 
 
-def check_link(name: str, runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> None:
-    """`check_bounds` of both sides."""
-    check_bounds("source", name, src, runs.src, runs.src_stride, runs.count)
-    check_bounds("target", name, dst, runs.dst, runs.dst_stride, runs.count)
+def check_layouts(plan: Plan, kind: Kind, names: Iterable[str]) -> None:
+    """The caches have the pages that the plan was made for. Raises `TransferError` otherwise."""
+    for side, at, layout in (("source", kind.src, plan.src), ("target", kind.dst, plan.dst)):
+        chosen = set(names)
+        sizes = {g.paging.block_size for g in layout.groups if not chosen.isdisjoint(g.components)}
+        records = {id(c.record): c.record for c in layout.spec.components if c.name in chosen}
+        for record in records.values():
+            if record != at.record or sizes != {at.block_size}:
+                raise TransferError(
+                    f"the {side} cache has pages of {at.block_size} x {at.record}, "
+                    f"the plan says {sorted(sizes)} x {record}"
+                )

@@ -6,17 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
-import torch
 from attrs import define, evolve, field, frozen
 
 from kvflow.errors import CapacityError, TransferError
-from kvflow.kernels.rows import PageView, gather_rows, scatter_rows
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.base import TransferReport
 from kvflow.transfers.executors.nixl_agent import Flight
 from kvflow.transfers.executors.nixl_door import Deadline, Door
-from kvflow.transfers.executors.nixl_lists import Grain, Peer, check_link, same_pages
+from kvflow.transfers.executors.nixl_lists import (
+    Grain,
+    Peer,
+    check_bounds,
+    check_layouts,
+    same_pages,
+)
 from kvflow.transfers.executors.nixl_wire import Digest, Digested, Pack, Packed, Release, pack_runs
+from kvflow.transfers.executors.place import Placing
 from kvflow.transfers.executors.seal import digest_rows
 from kvflow.transfers.executors.strategy import (
     STRATEGIES,
@@ -29,7 +34,7 @@ from kvflow.transfers.lower import BoundPlan, PageGeometry, SlotRuns
 
 PART_NBYTES = 4 << 20
 _POST_NBYTES = 64 << 20
-_POST_ELEMENTS = 1 << 16
+_POST_ELEMENTS = 1 << 12
 _AHEAD = 2
 
 
@@ -102,29 +107,16 @@ class Pull:
         """Components that look alike on both sides, together. All bounds are proven here."""
         if rank not in self.peers:
             raise TransferError(f"the plan reads rank {rank}, peers are given for {[*self.peers]}")
-        peer = self.peers[rank]
-        alike: dict[tuple[PageGeometry, PageGeometry], list[str]] = {}
-        for name in components:
-            src, dst = peer.geometries.get(name), self.door.geometries.get(name)
-            if src is None or dst is None:
-                side = peer.name if src is None else "this endpoint"
-                raise TransferError(f"{side} has no component {name!r}")
-            self._check_layout(name, src, dst)
-            check_link(name, runs, src, dst)
-            looks = (evolve(src, base=0), evolve(dst, base=0))
-            alike.setdefault(looks, []).append(name)
-        for (src, dst), names in alike.items():
-            yield Job(peer, tuple(names), runs, src, dst)
-
-    def _check_layout(self, name: str, src: PageGeometry, dst: PageGeometry) -> None:
-        sides = (("source", src, self.bound.plan.src), ("target", dst, self.bound.plan.dst))
-        for side, at, layout in sides:
-            planned = (layout.spec[name].record, layout.group_of(name).paging.block_size)
-            if (at.record, at.block_size) != planned:
-                raise TransferError(
-                    f"{name}: the {side} cache has pages of {at.block_size} x {at.record}, "
-                    f"the plan says {planned[1]} x {planned[0]}"
-                )
+        peer, wanted = self.peers[rank], set(components)
+        for kind in peer.kinds(self.door.geometries):
+            names = tuple(name for name in kind.names if name in wanted)
+            wanted -= set(names)
+            if names:
+                check_layouts(self.bound.plan, kind, names)
+                check_bounds(kind, runs)
+                yield Job(peer, names, runs, kind.src, kind.dst)
+        if wanted:
+            raise TransferError(f"{peer.name} or this endpoint lacks {sorted(wanted)}")
 
     def _assign(self, job: Job, todo: dict[Strategy, list[Job]]) -> None:
         """Whole blocks go direct; what is left goes the cheapest way that staging allows."""
@@ -211,6 +203,7 @@ class Pull:
         return _Landing(flight, offset, lambda: place(offset))
 
     def _staged_parts(self, jobs: list[Job]) -> Iterator[_Landing]:
+        """Whole source pages, several components or a range of blocks in each part."""
         for job in jobs:
             page = job.src.record.page_nbytes(job.src.block_size)
             room = min(PART_NBYTES, self.door.landing.capacity // _AHEAD) // page
@@ -220,33 +213,36 @@ class Pull:
                 )
             src, dst = job.runs.expand()
             order = np.argsort(src, kind="stable")
-            blocks, first = np.unique(src[order] // job.src.block_size, return_index=True)
-            ends = np.append(first[1:], len(src))
-            for name in job.names:
-                for i in range(0, len(blocks), max(room, 1)):
-                    some = blocks[i : i + max(room, 1)]
-                    mine = order[first[i] : ends[i + len(some) - 1]]
-                    yield self._stage(job, name, some, src[mine], dst[mine])
+            src, dst = src[order], dst[order]
+            blocks, first = np.unique(src // job.src.block_size, return_index=True)
+            ends, step = np.append(first[1:], len(src)), max(room, 1)
+            for i in range(0, len(blocks), step):
+                some, span = (
+                    blocks[i : i + step],
+                    slice(first[i], ends[min(i + step, len(ends)) - 1]),
+                )
+                yield from self._stage(job, some, src[span], dst[span], max(room // len(some), 1))
 
-    def _stage(self, job: Job, name: str, blocks: Ints, src: Ints, dst: Ints) -> _Landing:
+    def _stage(
+        self, job: Job, blocks: Ints, src: Ints, dst: Ints, together: int
+    ) -> Iterator[_Landing]:
         size, page = job.src.block_size, job.src.record.page_nbytes(job.src.block_size)
-        at = job.peer.geometries[name]
         local = np.searchsorted(blocks, src // size) * size + src % size
+        landed = PageGeometry(job.src.record, size, 0, page, len(blocks))
+        placing = Placing.of(landed, local, job.dst, dst)
+        for n in range(0, len(job.names), together):
+            names = job.names[n : n + together]
+            base = np.array([job.peer.geometries[name].base for name in names], np.int64)
+            at = np.add.outer(base, blocks * job.src.block_stride).ravel()
+            place = partial(self._spread, names, placing, landed.nbytes)
+            yield self._read_to_landing(job.peer, at, page, place)
 
-        def place(offset: int) -> None:
-            memory = self.door.landing.slice(offset, page * len(blocks))
-            pages = PageView(memory, job.src.record, size, page)
-            index = torch.from_numpy(local)
-            dense = job.src.record.arrangement == "row" and len(local) == pages.num_slots
-            rows = memory.view(len(local), -1) if dense else gather_rows(pages, index)
-            self._scatter(name, dst, rows)
-
-        return self._read_to_landing(job.peer, at.base + blocks * at.block_stride, page, place)
-
-    def _scatter(self, name: str, slots: Ints, rows: torch.Tensor) -> None:
-        """The plan was proven to write every slot once: no need to look again."""
-        target = self.door.cache.pages[name]
-        scatter_rows(target, torch.from_numpy(slots), rows, check_unique=False)
+    def _spread(self, names: tuple[str, ...], placing: Placing, nbytes: int, offset: int) -> None:
+        """Copies what has landed, component after component, to its slots."""
+        landing = self.door.landing.memory.numpy()
+        for n, name in enumerate(names):
+            view, at = self.door.cache.pages[name], offset + n * nbytes
+            placing.copy(landing[at : at + nbytes], view.memory.numpy()[view.offset :])
 
     def _pack_room(self, peer: Peer) -> int:
         """Bytes that a packed part may have: two fit into either staging area if one row does."""
@@ -284,19 +280,20 @@ class Pull:
         reply = self.door.answer(job.peer, request_id, self.deadline)
         if not isinstance(reply, Packed):
             raise TransferError(f"{job.peer.name} answered a pack request with {reply!r}")
-        row, dst = job.src.record.nbytes, job.runs.expand()[1]
-        size, staging = row * len(dst), job.peer.export.staging
+        dst, staging = job.runs.expand()[1], job.peer.export.staging
+        rows = PageGeometry(job.src.record, 1, 0, job.src.record.nbytes, len(dst))
+        size = rows.nbytes
         if not 0 <= reply.offset <= staging.nbytes - size * len(job.names):
             raise TransferError(
                 f"{job.peer.name} packed {size * len(job.names)} bytes at {reply.offset}, its "
                 f"staging has {staging.nbytes}"
             )
 
+        placing = Placing.of(rows, np.arange(len(dst)), job.dst, dst)
+
         def place(offset: int) -> None:
             self.door.tell(job.peer, Release(request_id))
-            for n, name in enumerate(job.names):
-                rows = self.door.landing.slice(offset + n * size, size).view(len(dst), row)
-                self._scatter(name, dst, rows)
+            self._spread(job.names, placing, size, offset)
 
         src = np.array([staging.address + reply.offset], np.int64)
         return self._read_to_landing(job.peer, src, size * len(job.names), place)
