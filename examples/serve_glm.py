@@ -1,0 +1,96 @@
+"""Serve a GLM (`glm_moe_dsa`) checkpoint from two engines: prefill ranks (PCP x DCP x EP) and
+decode ranks, with KV moved between them over NIXL, behind an OpenAI-compatible HTTP front.
+
+    python examples/serve_glm.py --model DIR --pcp 4 --dcp 4 --interleave 1 --decode-ranks 2 \
+        --prefill-block 16 --decode-block 64 --kv-dtype fp8 --port 8000
+
+With `--demo` it sends real prompts to itself, prints a table and ends: 0 if every transferred
+byte equals its source.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from attrs import evolve
+
+from kvflow.errors import KvflowError
+from kvflow.launch.options import ServeOptions, parse_options
+
+# Every spawned rank imports this file too, so what only the front needs is imported in `run`.
+
+MODEL = Path(__file__).parent / "models" / "tiny-glm-python"
+
+
+async def run(options: ServeOptions) -> int:
+    """Serves until a signal, or until the demo is done. Returns the exit code."""
+    from kvflow.launch.processes import process_deployment
+    from kvflow.launch.threads import thread_deployment
+    from kvflow.server import load_tokenizer, make_app, serve
+
+    launch = options.launch
+    if launch.transport == "in-process":
+        print("transport: in-process (threads of this process, no NIXL)", flush=True)
+    world = thread_deployment if launch.transport == "in-process" else process_deployment
+    print(
+        f"starting {launch.pcp} prefill ranks (pcp {launch.pcp}, dcp {launch.dcp}, interleave "
+        f"{launch.interleave}, block {launch.prefill_block}) and {launch.decode_ranks} decode "
+        f"ranks (block {launch.decode_block}), kv {launch.kv_dtype}",
+        flush=True,
+    )
+    tokenizer = load_tokenizer(launch.model)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        entering = asyncio.ensure_future(stack.enter_async_context(world(launch)))
+        if not await _unless(stop, entering):
+            return 130
+        engine = entering.result()
+        app = make_app(engine, tokenizer)
+        server = await stack.enter_async_context(serve(app, options.host, options.port))
+        print(f"serving {engine.model_name} on {server.url}", flush=True)
+        if not options.demo:
+            await stop.wait()
+            return 0
+        from demo_client import run_demo  # lies beside this file
+
+        demo = asyncio.ensure_future(run_demo(server.url, engine.model_name, launch))
+        if not await _unless(stop, demo):
+            return 130
+        engine.prefill.audit()
+        return demo.result()
+    return 0
+
+
+async def _unless(stop: asyncio.Event, work: "asyncio.Future[object]") -> bool:
+    """Waits for `work`; False if `stop` came first, and then the work is cancelled."""
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([stopped, work], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if work.done():
+        work.result()  # an error of the work is raised here
+        return True
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    return False
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program."""
+    try:
+        options = parse_options(argv, default_model=MODEL)
+        if options.demo:
+            options = evolve(options, launch=evolve(options.launch, verify_transfers=True), port=0)
+        return asyncio.run(run(options))
+    except (KvflowError, OSError) as error:
+        print(f"serve_glm: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
