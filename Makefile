@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml tools/install_torch.py
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot build a venv; on Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python tools/install_torch.py $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --no-compile --editable '.[dev]'
 	@touch $@
 
 test: lint type imports ## everything but the slow and the GPU tier; what CI runs

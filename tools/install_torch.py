@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-PIP = (sys.executable, "-m", "pip", "install", "--quiet")
+PIP = (sys.executable, "-m", "pip", "install", "-qq", "--no-compile")
 
 ADVICE = """\
 No GPU was found here (no nvidia-smi), yet pip would install a CUDA build of torch:
