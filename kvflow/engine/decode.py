@@ -82,7 +82,7 @@ class DecodeEngine:
     _waiting: deque[_Decoding] = field(init=False, factory=deque)
     _pulling: list[_Decoding] = field(init=False, factory=list)
     _running: list[_Decoding] = field(init=False, factory=list)
-    _quarantine: list[dict[str, list[int]]] = field(init=False, factory=list)
+    _quarantine: list[_Decoding] = field(init=False, factory=list)
     _puller: ThreadPoolExecutor = field(init=False)
     _stopping: bool = field(init=False, default=False)
 
@@ -233,8 +233,7 @@ class DecodeEngine:
             self.counters["transfer_failures"] += 1
             for name, ids in work.tables.items():
                 self.pools[name].hold(ids, "quarantined")
-            self._quarantine.append(work.tables)
-            self.mailbox.send(TransferEnded(request_id, work.src_ranks, None, str(error)))
+            self._quarantine.append(work)
             self.mailbox.send(RequestFailed(request_id, f"KV transfer failed: {error}"))
             return
         report = work.transfer.result()
@@ -247,10 +246,14 @@ class DecodeEngine:
             self._running.append(work)
 
     def _end_quarantine(self) -> bool:
+        """Blocks of failed transfers come back, here and at the source, once nothing of them
+        moves any more."""
         if not self._quarantine or not self.endpoint.quiesced():
             return False
-        for tables in self._quarantine:
-            self._free(tables)
+        for work in self._quarantine:
+            self._free(work.tables)
+            ended = TransferEnded(work.admit.request_id, work.src_ranks, None, "transfer failed")
+            self.mailbox.send(ended)
         self._quarantine = []
         return True
 

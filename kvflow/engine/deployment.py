@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import define, field
 
-from kvflow.engine.api import Metric, Request, Sample, TokenOutput
+from kvflow.engine.api import InvalidRequest, Metric, Request, Sample, TokenOutput
 from kvflow.engine.finish import finish_reason
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import (
@@ -54,11 +54,13 @@ class Deployment:
     eos_ids: frozenset[int]
     model_name: str
     max_model_len: int
+    vocab_size: int
     max_num_batched_tokens: int = 2048
     prefill: PrefillEngine = field(init=False)
     gauges: dict[str, Mapping[str, float]] = field(init=False, factory=dict)
     failure: str | None = field(init=False, default=None)
     num_requests: dict[str, int] = field(init=False)
+    _ids: set[str] = field(init=False, factory=set)
     _live: dict[str, _Live] = field(init=False, factory=dict)
     _load: dict[str, int] = field(init=False)
     _reader: "asyncio.Task[None] | None" = field(init=False, default=None)
@@ -102,7 +104,9 @@ class Deployment:
         return ready
 
     async def close(self) -> None:
-        """Tells every rank to shut down and stops listening. The ranks' owner joins them."""
+        """Ends what still runs with an error, tells every rank to shut down and stops listening.
+        The ranks' owner joins them."""
+        self.fail("the engine is closed")
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -120,11 +124,13 @@ class Deployment:
 
     async def _read(self) -> None:
         while True:
-            name, message = await self.hub.receive()
+            name = "?"
             try:
+                name, message = await self.hub.receive()
                 self._handle(name, message)
-            except KvflowError as error:
-                self.fail(f"rank {name!r}: {error}")
+            except Exception as error:  # nobody may wait for a front that does not read
+                self.fail(f"rank {name!r}: {type(error).__name__}: {error}")
+                return
 
     def _handle(self, name: str, message: FromRank) -> None:
         match message:
@@ -150,7 +156,8 @@ class Deployment:
     def fail(self, why: str) -> None:
         """A rank is lost: every request ends with an error, and the engine is unhealthy."""
         self.failure = self.failure or why
-        self.prefill.fail(KvflowError(why))
+        if self._reader is not None:
+            self.prefill.fail(KvflowError(why))
         for request_id, live in self._live.items():
             live.events.put_nowait(RequestFailed(request_id, why))
 
@@ -160,6 +167,8 @@ class Deployment:
         """See `EngineClient.generate`."""
         if self.failure is not None:
             raise KvflowError(self.failure)
+        self._check(request)
+        self._ids.add(request.request_id)
         outcome = "aborted"
         try:
             first = await self.prefill.prefill(request)
@@ -180,6 +189,25 @@ class Deployment:
         finally:
             self.num_requests[outcome] += 1
             self._end(request.request_id, outcome)
+
+    def _check(self, request: Request) -> None:
+        """Raises `InvalidRequest` for what a rank could not compute or tell apart."""
+        if request.request_id in self._ids:
+            raise InvalidRequest(
+                "request_id", f"request_id {request.request_id!r} lives in the engine already"
+            )
+        length = len(request.prompt) + request.sampling.max_tokens
+        if length > self.max_model_len:
+            raise InvalidRequest(
+                "prompt",
+                f"{len(request.prompt)} prompt tokens + {request.sampling.max_tokens} max_tokens "
+                f"= {length}, must be at most {self.max_model_len}",
+            )
+        wrong = next((t for t in request.prompt if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                "prompt", f"prompt holds token id {wrong}, must be in [0, {self.vocab_size})"
+            )
 
     def _hand_over(self, request: Request, first: Sampled) -> _Live:
         name = min(self.decode_ranks, key=lambda n: self._load[n])
@@ -203,12 +231,13 @@ class Deployment:
             yield _output(request_id, event.sampled, reason, transfer)
 
     def _end(self, request_id: str, outcome: str) -> None:
+        self._ids.discard(request_id)
         live = self._live.pop(request_id, None)
         if live is None:
             self.prefill.release(request_id)
             return
         self._load[live.decode_rank] -= 1
-        if outcome == "aborted":
+        if outcome == "aborted" and self.failure is None:
             self.hub.send(live.decode_rank, Abort(request_id))
 
     async def healthy(self) -> bool:

@@ -84,9 +84,12 @@ class PrefillEngine:
 
     def source(self, request_id: str) -> Source:
         """The source binding of a prefilled request, for its one reader; from now on the blocks
-        wait for an acknowledgement from that reader for every source rank of the plan."""
-        work = self._held[request_id]
-        length = len(work.request.prompt)
+        wait for an acknowledgement from that reader for every source rank of the plan. Raises
+        `KvflowError` for a request whose KV is not there, whole."""
+        work = self._held.get(request_id)
+        length = len(work.request.prompt) if work is not None else 0
+        if work is None or work.done < length or work.aborted:
+            raise KvflowError(f"request {request_id!r} has no prefilled KV to read")
         plan = plan_transfer(self.layout, self.target, (0, length))
         work.unread = {src_rank for src_rank, _ in plan.links}
         return Source(work.tables, length, plan.digest)

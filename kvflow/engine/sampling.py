@@ -29,7 +29,9 @@ def sample(logits: Tensor, position: int, params: SamplingParams) -> Sampled:
     if params.temperature == 0:
         token = int(torch.nonzero(scores == scores.max())[0])
     else:
-        token = _draw(scores / params.temperature, params.top_p, params.seed, position)
+        token = _draw(
+            (scores - scores.max()) / params.temperature, params.top_p, params.seed, position
+        )
     if params.num_logprobs is None:
         return Sampled(token, position)
     logprobs = torch.log_softmax(scores, dim=-1)

@@ -94,8 +94,13 @@ class LaunchConfig:
             self.eos_ids(),
             self.model_name,
             self.max_model_len,
+            self.vocab_size(),
             self.max_num_batched_tokens,
         )
+
+    def vocab_size(self) -> int:
+        """Token ids of the model are in [0, vocab_size)."""
+        return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
 
     def eos_ids(self) -> frozenset[int]:
         """End-of-sequence ids of the model's generation config, else of its config."""

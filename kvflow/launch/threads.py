@@ -11,14 +11,22 @@ from kvflow.engine.mailbox import ThreadHub
 from kvflow.engine.ranks import guarded
 from kvflow.launch.build import decode_rank, prefill_rank
 from kvflow.launch.config import LaunchConfig
+from kvflow.transfers.executors.base import Endpoint, RankCache
 from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
 
 _IDLE_S = 3600.0  # how long a rank may wait inside a collective for the others
 
+MakeLocalEndpoint = Callable[[RankCache, LocalFabric], Endpoint]
+
 
 @contextlib.asynccontextmanager
-async def thread_deployment(config: LaunchConfig) -> AsyncIterator[Deployment]:
-    """A started deployment whose ranks are threads of this process; all end with the block."""
+async def thread_deployment(
+    config: LaunchConfig, *, make_endpoint: MakeLocalEndpoint = LocalEndpoint
+) -> AsyncIterator[Deployment]:
+    """A started deployment whose ranks are threads of this process; all end with the block.
+
+    Each thread bears its rank's name and makes its endpoint with `make_endpoint(cache, fabric)`.
+    """
     hub, fabric = ThreadHub(), LocalFabric()
     group = ThreadGroup(config.pcp, _IDLE_S)
 
@@ -28,7 +36,7 @@ async def thread_deployment(config: LaunchConfig) -> AsyncIterator[Deployment]:
         def serve() -> None:
             comm = ThreadComm(group, rank)
             run, endpoint = prefill_rank(
-                config, comm, mailbox, lambda cache: LocalEndpoint(cache, fabric)
+                config, comm, mailbox, lambda cache: make_endpoint(cache, fabric)
             )
             with contextlib.closing(endpoint):
                 run()
@@ -43,7 +51,7 @@ async def thread_deployment(config: LaunchConfig) -> AsyncIterator[Deployment]:
 
         def serve() -> None:
             engine, endpoint = decode_rank(
-                config, mailbox, lambda cache: LocalEndpoint(cache, fabric)
+                config, mailbox, lambda cache: make_endpoint(cache, fabric)
             )
             with contextlib.closing(endpoint):
                 engine.serve()
