@@ -67,7 +67,7 @@ class LocalEndpoint:
     gate: Callable[[int], None] | None = None
     name: str = field(init=False)
     _peers: set[str] = field(init=False, factory=set)
-    _writers: list[threading.Thread] = field(init=False, factory=list)
+    _late: tuple[threading.Thread, ...] = field(init=False, default=())
     _closed: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
@@ -80,6 +80,8 @@ class LocalEndpoint:
         return self.fabric.join(self)
 
     def connect(self, blob: bytes) -> str:
+        if self._closed:
+            raise TransferError(f"{self.name} is closed")
         name = self.fabric.find(blob)
         self._peers.add(name)
         return name
@@ -142,12 +144,11 @@ class LocalEndpoint:
                 failure.append(e)
 
         writer = threading.Thread(target=work, name=f"pull-{self.name}", daemon=True)
-        self._writers.append(writer)
         writer.start()
         writer.join(timeout)
-        if writer.is_alive():
+        if writer.is_alive():  # only the puller assigns, `quiesced` is asked on other threads
+            self._late = (*(w for w in self._late if w.is_alive()), writer)
             raise TransferError(f"{len(moves)} moves did not end within {timeout:.3f} s")
-        self._writers.remove(writer)
         if failure:
             raise TransferError(f"the transfer stopped: {failure[0]}") from failure[0]
 
@@ -167,8 +168,7 @@ class LocalEndpoint:
                 )
 
     def quiesced(self) -> bool:
-        self._writers = [w for w in self._writers if w.is_alive()]
-        return not self._writers
+        return not any(w.is_alive() for w in self._late)
 
     def close(self) -> None:
         """A transfer that others still read from this cache fails at its next move."""
