@@ -1,6 +1,7 @@
 """Rules about the repository itself; every tool that enforces one is seen to fail."""
 
 import ast
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -134,6 +135,53 @@ def test_only_entry_points_meet_the_environment():
     assert found <= allowed
     assert reads_environment("x = os.environ['HOME']")
     assert reads_environment("from os import path, getenv")
+
+
+# --- dependencies ---------------------------------------------------------------------------------
+
+
+def imported_modules(source: str) -> set[str]:
+    """Top-level names of everything a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def declared() -> set[str]:
+    """Normalised names of every distribution that pyproject.toml asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {
+        re.split(r"[\[<>=!;~ ]", wanted)[0].lower().replace("_", "-")
+        for group in groups
+        for wanted in group
+    }
+
+
+def undeclared(sources: dict[str, str], own: set[str]) -> list[str]:
+    """`file: module` for every third-party import whose distribution is not asked for."""
+    origins, asked = importlib.metadata.packages_distributions(), declared()
+    return [
+        f"{name}: {module}"
+        for name, source in sources.items()
+        for module in sorted(imported_modules(source) - own - set(sys.stdlib_module_names))
+        if not {d.lower().replace("_", "-") for d in origins.get(module, ())} & asked
+    ]
+
+
+def test_every_import_is_declared():
+    folders = ("kvflow", "tests", "examples", "benchmarks", "tools")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    assert not undeclared(sources, {path.stem for path in paths} | {"kvflow"})
+    planted = {
+        "a.py": "import os, torch\ndef f():\n    from pluggy.x import y\n    from . import z"
+    }
+    assert undeclared(planted, set()) == ["a.py: pluggy"]
 
 
 # --- what is committed ----------------------------------------------------------------------------
