@@ -1,5 +1,7 @@
 """Every sharding against tokens dealt one by one, and the values that are known by heart."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,11 +86,11 @@ def test_between_borders_a_progression_is_regular(
     assert all(start < b < stop for b in borders)
     edges = [start, *borders, stop]
     where = {t: (s, i) for s, h in enumerate(deal(sharding, stop)) for i, t in enumerate(h)}
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         for first in range(low, min(low + stride, high)):
             places = [where[t] for t in range(first, high, stride)]
             assert len({shard for shard, _ in places}) == 1
-            slopes = {b - a for (_, a), (_, b) in zip(places, places[1:], strict=False)}
+            slopes = {b - a for (_, a), (_, b) in pairwise(places)}
             assert len(slopes) <= 1
 
 
@@ -257,7 +259,7 @@ def test_a_bounded_domain_ends(sharding: Sharding) -> None:
     assert sharding.owner([2, 11]).shape == (2,)
     full = int(sharding.local_len(12, 0))
     assert 2 <= int(sharding.token(0, full - 1)) < 12
-    with pytest.raises(LayoutError, match=str(full)):
+    with pytest.raises(LayoutError, match="outside"):
         sharding.token(0, full)
     for start, stop in ((2, 13), (1, 12)):
         with pytest.raises(LayoutError, match=r"inside \[2, 12\)"):

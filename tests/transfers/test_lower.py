@@ -1,0 +1,275 @@
+"""Lowering: slots, byte addresses and descriptors, against bytes counted one by one."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import bound, dcp, layout, moves, whole
+
+from kvflow.errors import PlanError
+from kvflow.layouts.layout import Binding
+from kvflow.layouts.mesh import Placement
+from kvflow.layouts.record import Field, Piece, Record, index_record, latent_record
+from kvflow.layouts.sharding import Replicated
+from kvflow.layouts.spec import GLM_5_3, KVCacheSpec
+from kvflow.testing import Case, cases, cells, tag
+from kvflow.transfers.lower import (
+    BoundPlan,
+    Descriptors,
+    PageGeometry,
+    SlotRuns,
+    descriptors,
+)
+from kvflow.transfers.planner import plan_transfer
+
+LATENT = latent_record("fp8", latent_rank=512, rope_dim=64)
+PLANAR = index_record("fp8", index_dim=128)
+ROWS = index_record("fp8", index_dim=128, arrangement="row")
+
+
+def geometries(binding: Binding, base: int, gap: int) -> dict[tuple[int, str], PageGeometry]:
+    """Every (rank, component) behind the one before it, in one imaginary address space."""
+    out = {}
+    for rank in binding.layout.placement.all_ranks:
+        for group in binding.layout.groups:
+            size, pages = group.paging.block_size, binding.num_blocks[group.name]
+            for name in group.components:
+                record = binding.layout.spec[name].record
+                stride = record.page_nbytes(size) + gap
+                out[rank, name] = PageGeometry(record, size, base, stride, pages)
+                base += pages * stride
+    return out
+
+
+@given(case=cases(max_tokens=30, max_shards=4), gaps=st.tuples(*[st.sampled_from([0, 5])] * 2))
+def test_descriptors_move_the_bytes_of_the_law(case: Case, gaps: tuple[int, int]) -> None:
+    """One bytearray is the world: descriptors are carried out as they stand."""
+    plan = plan_transfer(case.src.layout, case.dst.layout, case.tokens)
+    both = BoundPlan(plan, case.src, case.dst)
+    src = geometries(case.src, 0, gaps[0])
+    begin = sum(g.num_blocks * g.block_stride for g in src.values())
+    dst = geometries(case.dst, begin, gaps[1])
+    end = begin + sum(g.num_blocks * g.block_stride for g in dst.values())
+    world, wanted = bytearray(b"\x5a" * end), bytearray(b"\x5a" * end)
+
+    def fill(memory: bytearray, binding: Binding, where: dict, tokens: tuple[int, int]) -> None:
+        for cell in cells(binding.layout, binding, tokens, SPEC_NAMES):
+            g = where[cell.rank, cell.component]
+            data = tag(cell.component, cell.field, cell.token, len(cell.at))
+            for at, value in zip(cell.at, data, strict=True):
+                memory[g.base + cell.block_id * g.block_stride + at] = value
+
+    SPEC_NAMES = plan.src.spec.names  # noqa: N806
+    fill(world, case.src, src, (0, case.tokens[1]))
+    fill(wanted, case.src, src, (0, case.tokens[1]))
+    fill(wanted, case.dst, dst, case.tokens)
+    total = 0
+    for dst_rank in plan.dst.placement.all_ranks:
+        for part, src_rank, runs in both.links_to(dst_rank):
+            for name in part.components:
+                d = descriptors(runs, src[src_rank, name], dst[dst_rank, name])
+                total += d.total_nbytes
+                for i in range(len(d)):
+                    a, b, n = int(d.src[i]), int(d.dst[i]), int(d.nbytes[i])
+                    inside(src[src_rank, name], a, n)
+                    inside(dst[dst_rank, name], b, n)
+                    world[b : b + n] = world[a : a + n]
+    assert world == wanted
+    assert total == plan.nbytes
+
+
+def inside(g: PageGeometry, address: int, nbytes: int) -> None:
+    assert nbytes > 0
+    assert g.base <= address
+    assert address + nbytes <= g.base + g.nbytes
+
+
+@given(case=cases(max_tokens=30, max_shards=4))
+def test_links_from_and_to_tell_the_same_story(case: Case) -> None:
+    both = BoundPlan(
+        plan_transfer(case.src.layout, case.dst.layout, case.tokens), case.src, case.dst
+    )
+
+    def story(part, src_rank, dst_rank, runs):
+        pairs = list(zip(*(slots.tolist() for slots in runs.expand()), strict=True))
+        assert len(pairs) == runs.num_tokens
+        assert len(pairs) > 0
+        return part.components, src_rank, dst_rank, pairs
+
+    to = [
+        story(p, s, d, runs)
+        for d in both.dst.layout.placement.all_ranks
+        for p, s, runs in both.links_to(d)
+    ]
+    out = [
+        story(p, s, d, runs)
+        for s in both.src.layout.placement.all_ranks
+        for p, d, runs in both.links_from(s)
+    ]
+    assert sorted(to) == sorted(out)
+    assert {(s, d) for _, s, d, _ in to} == set(both.plan.links)
+    for part in both.plan.parts:
+        for _, s, d, pairs in (x for x in to if x[0] == part.components):
+            want = [(m[1], m[3]) for m in moves(part.runs) if (m[0], m[2]) == (s, d)]
+            assert pairs == [
+                (slot(both.src, part.src_group, a), slot(both.dst, part.dst_group, b))
+                for a, b in want
+            ]
+
+
+def slot(binding: Binding, group: str, local: int) -> int:
+    size = binding.layout.group(group).paging.block_size
+    return int(binding.tables[group][local // size]) * size + local % size
+
+
+def runs_of(*rows: tuple[int, int, int, int, int]) -> SlotRuns:
+    columns = np.array(rows, np.int64).reshape(len(rows), 5).T
+    return SlotRuns(*columns)
+
+
+def as_rows(d: Descriptors) -> list[tuple[int, int, int]]:
+    return list(zip(d.src.tolist(), d.dst.tolist(), d.nbytes.tolist(), strict=True))
+
+
+def test_a_whole_planar_page_is_one_descriptor_and_a_cut_one_is_one_a_field() -> None:
+    src = PageGeometry(PLANAR, 64, 0, 8448, 4)
+    dst = PageGeometry(PLANAR, 64, 100_000, 8448, 4)
+    assert as_rows(descriptors(runs_of((0, 1, 64, 1, 64)), src, dst)) == [(0, 108_448, 8448)]
+    cut = descriptors(runs_of((16, 1, 64, 1, 32)), src, dst)
+    assert as_rows(cut) == [
+        (16 * 128, 108_448, 32 * 128),
+        (8192 + 16 * 4, 108_448 + 8192, 32 * 4),
+    ]
+
+
+def test_fault_c01_a_16_token_page_merged_into_a_64_token_page_is_two_pieces() -> None:
+    src = PageGeometry(PLANAR, 16, 0, 16 * 132, 4)
+    dst = PageGeometry(PLANAR, 64, 0, 64 * 132, 1)
+    got = descriptors(runs_of((16, 1, 16, 1, 16)), src, dst)
+    assert as_rows(got) == [(16 * 132, 16 * 128, 2048), (16 * 132 + 2048, 8192 + 64, 64)]
+    rows = descriptors(
+        runs_of((16, 1, 16, 1, 16)),
+        PageGeometry(LATENT, 16, 0, 16 * 656, 4), PageGeometry(LATENT, 64, 0, 64 * 656, 1),
+    )  # fmt: skip
+    assert as_rows(rows) == [(16 * 656, 16 * 656, 16 * 656)]
+
+
+def test_neighbouring_pages_merge_and_others_do_not() -> None:
+    src, dst = PageGeometry(LATENT, 4, 0, 2624, 9), PageGeometry(LATENT, 4, 0, 2624, 9)
+    page = 2624
+    merged = descriptors(runs_of((8, 1, 4, 1, 4), (4, 1, 0, 1, 4), (12, 1, 8, 1, 4)), src, dst)
+    assert as_rows(merged) == [(page, 0, 3 * page)]
+    apart = descriptors(runs_of((0, 1, 0, 1, 4), (8, 1, 4, 1, 4)), src, dst)
+    assert as_rows(apart) == [(0, 0, page), (2 * page, page, page)]
+    gap = PageGeometry(LATENT, 4, 0, 2625, 9)
+    assert len(descriptors(runs_of((0, 1, 0, 1, 4), (4, 1, 4, 1, 4)), src, gap)) == 2
+    assert len(descriptors(runs_of((0, 1, 0, 1, 4), (4, 1, 4, 1, 4)), gap, src)) == 2
+
+
+def test_strided_rows_are_one_descriptor_each() -> None:
+    src, dst = PageGeometry(LATENT, 4, 0, 2624, 9), PageGeometry(LATENT, 64, 0, 64 * 656, 9)
+    got = descriptors(runs_of((0, 1, 1, 8, 3)), src, dst)
+    assert as_rows(got) == [(0, 656, 656), (656, 9 * 656, 656), (2 * 656, 17 * 656, 656)]
+    back = descriptors(runs_of((1, 8, 0, 1, 3)), dst, src)
+    assert as_rows(back) == [(656, 0, 656), (9 * 656, 656, 656), (17 * 656, 2 * 656, 656)]
+    assert len(descriptors(runs_of((5, 3, 2, 7, 1)), src, dst)) == 1
+
+
+def test_rows_to_planes_go_field_by_field() -> None:
+    got = descriptors(
+        runs_of((0, 1, 0, 1, 2)),
+        PageGeometry(ROWS, 4, 0, 528, 1), PageGeometry(PLANAR, 4, 1000, 528, 1),
+    )  # fmt: skip
+    assert as_rows(got) == [
+        (0, 1000, 128), (132, 1128, 128), (128, 1512, 4), (260, 1516, 4),
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match=r"records differ: source planar.*target row"):
+        descriptors(runs_of((0, 1, 0, 1, 1)), PageGeometry(PLANAR, 4, 0, 528, 1),
+                    PageGeometry(LATENT, 4, 0, 2624, 1))  # fmt: skip
+
+
+def test_no_runs_are_no_descriptors() -> None:
+    geometry = PageGeometry(PLANAR, 4, 0, 528, 1)
+    none = descriptors(runs_of(), geometry, geometry)
+    assert (len(none), none.total_nbytes) == (0, 0)
+    assert len(none.coalesced()) == 0
+    assert runs_of().num_tokens == 0
+
+
+def test_whole_blocks_are_told_from_everything_else() -> None:
+    yes = runs_of((8, 1, 0, 1, 4), (0, 1, 12, 1, 4)).whole_blocks(4, 4)
+    assert yes is not None
+    assert [ids.tolist() for ids in yes] == [[2, 0], [0, 3]]
+    for row in [(8, 1, 0, 1, 3), (9, 1, 0, 1, 4), (8, 1, 1, 1, 4), (8, 2, 0, 1, 4),
+                (8, 1, 0, 2, 4), (8, 1, 0, 1, 5)]:  # fmt: skip
+        assert runs_of((8, 1, 0, 1, 4), row).whole_blocks(4, 4) is None, row
+    assert runs_of((8, 1, 0, 1, 4)).whole_blocks(4, 8) is None
+    assert runs_of((8, 1, 0, 1, 8)).whole_blocks(4, 8) is None
+
+
+def test_geometry_counts_bytes_and_refuses_a_stride_below_its_page() -> None:
+    assert PageGeometry(LATENT, 4, 7, 2624, 3).nbytes == 3 * 2624
+    assert PageGeometry(LATENT, 4, 7, 3000, 3).nbytes == 2 * 3000 + 2624
+    assert PageGeometry(LATENT, 4, 7, 3000, 1).nbytes == 2624
+    assert PageGeometry(LATENT, 4, 7, 3000, 0).nbytes == 0
+    with pytest.raises(PlanError, match="block_stride 2623 is below the page's 2624 bytes"):
+        PageGeometry(LATENT, 4, 0, 2623, 1)
+    piece = Piece(10, 3, 3, 0)
+    address = PageGeometry(LATENT, 4, 7, 3000, 3).address(np.array([0, 5, 11]), piece)
+    assert address.tolist() == [17, 7 + 3000 + 10 + 3, 7 + 6000 + 10 + 9]
+
+
+@pytest.mark.parametrize(
+    ("row_nbytes", "last_good"),
+    [(656, 3_273_603), (1152, 1_864_135), (78 * 656, 41_969), (576, 7_456_540)],
+)
+def test_fault_j05_byte_offsets_are_exact_beyond_31_bits(row_nbytes: int, last_good: int) -> None:
+    record = Record((Field("row", "uint8", row_nbytes),))
+    geometry = PageGeometry(record, 1, 0, row_nbytes, last_good + 10)
+    slots = np.array([last_good, last_good + 1], np.int64)
+    addresses = geometry.address(slots, record.pieces(1)[0])
+    assert addresses.dtype == np.int64
+    assert addresses.tolist() == [last_good * row_nbytes, (last_good + 1) * row_nbytes]
+    assert addresses[0] < 2**31 <= addresses[1] or row_nbytes == 576
+    got = descriptors(runs_of((last_good, 1, 0, 1, 2)), geometry, geometry)
+    assert as_rows(got) == [(last_good * row_nbytes, 0, 2 * row_nbytes)]
+
+
+def test_fault_k08_contiguous_pages_merge_and_the_count_is_known() -> None:
+    """64K tokens in blocks of 64: 1,024 pages a layer, one descriptor when the pool is in order."""
+    spec = KVCacheSpec.from_config(GLM_5_3)
+    side = layout(Replicated(), 64, spec)
+    plan = plan_transfer(side, side, (0, 65_536))
+    ordered = Binding.of(side, {"kv": range(1024)}, {"kv": 1024}, 65_536)
+    geometry = PageGeometry(LATENT, 64, 0, 64 * 656, 1024)
+    runs = BoundPlan(plan, ordered, ordered).link(plan.parts[0], 0, 0)
+    assert len(runs) == 1024
+    assert len(descriptors(runs, geometry, geometry)) == 1
+    backwards = Binding.of(side, {"kv": range(1024)[::-1]}, {"kv": 1024}, 65_536)
+    runs = BoundPlan(plan, backwards, ordered).link(plan.parts[0], 0, 0)
+    assert len(descriptors(runs, geometry, geometry)) == 1024
+
+
+def test_fault_c11_every_descriptor_lies_inside_one_region() -> None:
+    for src, dst in [(dcp(4, 1, 16), whole(64)), (whole(64), dcp(4, 1, 16))]:
+        plan = plan_transfer(src, dst, (0, 100))
+        both = BoundPlan(plan, bound(src, 100), bound(dst, 100))
+        sizes = [side.groups[0].paging.block_size for side in (src, dst)]
+        pools = [b.num_blocks["kv"] for b in (both.src, both.dst)]
+        for record in (LATENT, PLANAR):
+            here, there = (
+                PageGeometry(record, size, 2**40, record.page_nbytes(size), pool)
+                for size, pool in zip(sizes, pools, strict=True)
+            )
+            for rank in dst.placement.all_ranks:
+                for _, _, runs in both.links_to(rank):
+                    for a, b, n in as_rows(descriptors(runs, here, there)):
+                        inside(here, a, n)
+                        inside(there, b, n)
+
+
+def test_replicas_are_used_evenly_when_bytes_are_counted() -> None:
+    src = layout(Placement(Replicated(), ((0, 1, 2, 3),)), 16)
+    plan = plan_transfer(src, whole(16), (0, 16 * 40))
+    both = BoundPlan(plan, bound(src, 640), bound(plan.dst, 640))
+    assert [sum(r.num_tokens for _, _, r in both.links_from(s)) for s in range(4)] == [160] * 4
