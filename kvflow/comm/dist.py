@@ -19,6 +19,10 @@ _all_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # torch 2.13 renamed it and warns about the old name.
 
 
+SMALL_NBYTES = 1 << 19
+"""Bytes gathered up to which latency, not bandwidth, decides."""
+
+
 @frozen(eq=False)
 class DistComm:
     """One rank of a torch.distributed process group."""
@@ -40,7 +44,7 @@ class DistComm:
         if total == 0:
             return rows.clone()
         sent = _as_bytes(rows)
-        if padded_is_quicker(counts):
+        if padded_is_quicker(counts, sent.shape[1]):
             gathered = self._gather_padded(sent, counts)
         else:
             gathered = self._gather_sent(sent, counts)
@@ -80,9 +84,13 @@ class DistComm:
         dist.barrier(group=self.group)
 
 
-def padded_is_quicker(counts: Sequence[int]) -> bool:
-    """Whether to pad all ranks to the longest count. Equal on every rank, as `counts` is."""
-    return max(counts) * len(counts) <= 1.25 * sum(counts)
+def padded_is_quicker(counts: Sequence[int], row_nbytes: int) -> bool:
+    """Whether to pad all ranks to the longest count, rather than to send each rank its copy.
+
+    Measured with gloo on 2 and 4 ranks: sending copies takes half the time when little moves,
+    twice the time when much does. Equal on every rank, as both arguments are."""
+    total = sum(counts)
+    return total * row_nbytes > SMALL_NBYTES and max(counts) * len(counts) <= 1.25 * total
 
 
 def connect_gloo(rank: int, size: int, store: Store | str, *, timeout_s: float = 60.0) -> DistComm:

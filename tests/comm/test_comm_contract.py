@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 from kvflow.comm import Comm, LocalComm, connect_gloo, disconnect, run_ranks
+from kvflow.comm.dist import padded_is_quicker
 
 DTYPES = [
     torch.uint8,
@@ -48,6 +49,13 @@ def check_gathers(comm: Comm) -> None:
                 rows = tagged(comm.rank, counts[comm.rank], dtype, row)
                 got = comm.all_gather(rows, counts)
                 same(got, [tagged(r, n, dtype, row) for r, n in enumerate(counts)])
+
+
+def check_large_gathers(comm: Comm) -> None:
+    for counts in ([40] * comm.size, [40 - r for r in range(comm.size)]):
+        rows = tagged(comm.rank, counts[comm.rank], torch.float64, (2000,))
+        got = comm.all_gather(rows, counts)
+        same(got, [tagged(r, n, torch.float64, (2000,)) for r, n in enumerate(counts)])
 
 
 def check_exchanges(comm: Comm) -> None:
@@ -92,6 +100,7 @@ def check_refusals(comm: Comm) -> None:
 def contract(comm: Comm) -> int:
     assert 0 <= comm.rank < comm.size
     check_gathers(comm)
+    check_large_gathers(comm)
     check_exchanges(comm)
     check_results_are_copies(comm)
     check_refusals(comm)
@@ -126,3 +135,10 @@ def test_processes(size: int) -> None:
     store = TCPStore("127.0.0.1", port, size + 1, is_master=True, wait_for_workers=False)
     mp.spawn(_process, args=(size, port, contract), nprocs=size)
     del store
+
+
+def test_how_rows_are_gathered_follows_their_volume() -> None:
+    assert padded_is_quicker([40] * 3, 16000)
+    assert padded_is_quicker([40, 39, 38], 16000)
+    assert not padded_is_quicker([40] * 3, 16)
+    assert not padded_is_quicker([90, 0, 0], 16000)

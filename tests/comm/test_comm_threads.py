@@ -76,3 +76,26 @@ def test_trace_is_equal_on_all_ranks() -> None:
 def test_ranks_outside_the_group_are_refused() -> None:
     with pytest.raises(CommError, match=r"rank 2 of a group of 2, must be in \[0, 2\)"):
         ThreadComm(ThreadGroup(2), 2)
+
+
+class Recording(ThreadGroup):
+    """Keeps what was brought to its meetings."""
+
+    def meet(self, number, rank, header, payload):  # type: ignore[no-untyped-def]
+        brought.append(payload)
+        return super().meet(number, rank, header, payload)
+
+
+brought: list[object] = []
+
+
+def test_what_others_read_does_not_alias_the_senders_rows() -> None:
+    """A fast rank may reuse its buffer while a slow one still reads."""
+    brought.clear()
+    comm, rows = ThreadComm(Recording(1), 0), torch.zeros(2, 3)
+    comm.all_gather(rows, [2])
+    comm.all_to_all(rows, [2])
+    rows.fill_(1)
+    gathered, (exchanged,) = brought
+    assert not gathered.any()
+    assert not exchanged.any()
