@@ -88,6 +88,8 @@ class NixlEndpoint:
         return self._door.service
 
     def export(self) -> bytes:
+        if self._closed:
+            raise TransferError(f"{self.name} is closed")
         components = {}
         for name, geometry in self._door.geometries.items():
             memory = self.cache.pages[name].memory
@@ -109,6 +111,8 @@ class NixlEndpoint:
         reads a few bytes from it and waits until it has admitted us. Connecting again to a peer
         that failed starts afresh. Raises `TransferError` for a bad seal, a stale generation, a
         peer that does not answer within `connect_timeout`, or one with reads still under way."""
+        if self._closed:
+            raise TransferError(f"{self.name} is closed")
         deadline = Deadline.after(self.connect_timeout)
         try:
             peer = self._admit(blob, fresh=True)

@@ -103,11 +103,23 @@ class Door:
         self.service.expect_traffic()
         return request_id
 
-    def answer(self, peer: Peer, request_id: int, deadline: Deadline) -> Reply:
-        """Waits for the reply, and watches whether the peer still lives. Raises `TransferError`
-        for a refusal, a dead peer (as NIXL's exception) or the deadline."""
+    def answer(
+        self,
+        peer: Peer,
+        request_id: int,
+        deadline: Deadline,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Reply:
+        """Waits for the reply, and watches whether the peer still lives; if it is not there yet,
+        `meanwhile` is done first. Raises `TransferError` for a refusal or at the deadline, and
+        NIXL's exception for a dead peer."""
+        reply = self.service.mailbox.take(request_id, 0)
+        if reply is None:
+            meanwhile()
         while True:
-            reply = self.service.mailbox.take(request_id, min(_PROBE_EVERY, max(deadline.left, 0)))
+            if reply is None:
+                seconds = min(_PROBE_EVERY, max(deadline.left, 0))
+                reply = self.service.mailbox.take(request_id, seconds)
             if isinstance(reply, Refused):
                 raise TransferError(f"{peer.name} refused: {reply.reason}")
             if reply is not None:

@@ -7,7 +7,7 @@ refusal if it must: a reader never waits for an answer that will not come.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from attrs import define, field, frozen
@@ -78,10 +78,12 @@ class Mailbox:
                 self._expected.discard(request_id)
             return reply
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Nobody waits for these any more."""
         with self._changed:
-            self._expected.discard(request_id)
-            self._arrived.pop(request_id, None)
+            for request_id in request_ids:
+                self._expected.discard(request_id)
+                self._arrived.pop(request_id, None)
 
 
 @define(eq=False)
