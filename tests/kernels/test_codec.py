@@ -85,6 +85,20 @@ def test_fp8_latent_rows_equal_the_oracle(latent_rank, rope_dim):
         expected += b"".join(bf16_bytes(v) for v in r.tolist())
         expected += bytes(record.nbytes - len(expected))
         assert bytes(row.tolist()) == expected
+        decoded = decode_latent(record, row).tolist()
+        assert decoded[:latent_rank] == oracle_values(expected, latent_rank)
+        assert decoded[latent_rank:] == r.bfloat16().tolist()
+
+
+def oracle_values(row: bytes, size: int) -> list[float]:
+    """code * scale, rounded to float32, of a row that starts with `size` codes."""
+    groups = -(-size // 128)
+    scales = struct.unpack(f"<{groups}f", row[size : size + 4 * groups])
+    values = []
+    for i, code in enumerate(row[:size]):
+        value = f32(MAGNITUDES[code & 0x7F] * Fraction(scales[i // 128]))
+        values.append(float(value) * (-1 if code & 0x80 else 1))
+    return values
 
 
 def bf16_bytes(x: float) -> bytes:
@@ -167,7 +181,7 @@ def test_rows_do_not_depend_on_their_batch(latent_rank, rope_dim):
     """More rows than a chunk holds, one at a time and all at once, poisoned neighbours included."""
     record = latent_record("fp8", latent_rank=latent_rank, rope_dim=rope_dim)
     latent, rope = draw_rows(530, latent_rank, 6), draw_rows(530, rope_dim, 7)
-    latent[17, 0] = torch.nan
+    latent[17, -1] = torch.nan
     rope[18, 1] = -torch.nan
     packed = encode_latent(record, latent, rope)
     decoded = decode_latent(record, packed)
