@@ -70,6 +70,7 @@ class ScriptedEngine:
     aborted: list[str] = field(factory=list)
     seen: list = field(factory=list)
     num_outputs: int = 0
+    kept: list = field(factory=list)
 
     def _choose(self, sampling, idx, position):
         logits = np.random.default_rng(position).standard_normal(self.vocab_size) * 3
@@ -82,7 +83,12 @@ class ScriptedEngine:
         best = np.argsort(-logprobs)[: sampling.num_logprobs or 0]
         return chosen, float(logprobs[chosen]), tuple((int(t), float(logprobs[t])) for t in best)
 
-    async def generate(self, request):
+    def generate(self, request):
+        outputs = self._generate(request)
+        self.kept.append(outputs)  # so that garbage collection never closes one for the server
+        return outputs
+
+    async def _generate(self, request):
         if self.refuse:
             raise InvalidRequest("prompt", "prompt has token id 7, which this engine refuses")
         if self.capacity is not None and len(self.live) >= self.capacity:
@@ -126,7 +132,7 @@ class ScriptedEngine:
         )
 
     def metrics(self):
-        samples = [Sample(3, {"pool": 'a"b\\c\nd'})]
+        samples = [Sample(3, {"pool": 'a"b\\n\nd'})]
         return [Metric("kvflow_free_blocks", "Free blocks.", "gauge", samples)]
 
     async def healthy(self):

@@ -172,6 +172,9 @@ def test_ports_are_free_again_and_taken_ports_are_an_error(tokenizer):
         async with serve(app, port=first.port) as second:
             assert second.port == first.port
             assert second.url == f"http://127.0.0.1:{first.port}"
+            async with httpx.AsyncClient(base_url=second.url) as client:
+                response = await client.post("/v1/completions", json={"prompt": "a"})
+            assert response.status_code == 200
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", first.port)
 
@@ -218,7 +221,7 @@ def test_metrics_count_what_happened(tokenizer):
     assert value(text, "kvflow_cached_prompt_tokens_total") == 4 + chat_len // 2
     assert value(text, "kvflow_time_to_first_token_seconds_count") == 3
     assert value(text, "kvflow_inter_token_latency_seconds_count") == 2 + 2 + 1
-    assert value(text, "kvflow_free_blocks", pool='a"b\\c\nd') == 3
+    assert value(text, "kvflow_free_blocks", pool='a"b\\n\nd') == 3
 
 
 def test_histogram_buckets_are_cumulative():
