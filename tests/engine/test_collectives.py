@@ -1,0 +1,225 @@
+"""Steps of a group of ranks: the same collectives on all, balanced loads, no byte out of place."""
+
+import numpy as np
+import pytest
+import torch
+from engine_world import DTYPES, TINY, greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.comm.threads import run_ranks
+from kvflow.engine.api import InvalidRequest, Request
+from kvflow.engine.messages import StepItem
+from kvflow.engine.runner import StepRunner
+from kvflow.layouts.layout import Binding, KVLayout
+from kvflow.layouts.mesh import Axis, Mesh
+from kvflow.layouts.paging import Paged
+from kvflow.layouts.sharding import RoundRobin
+from kvflow.models.glm import Glm
+from kvflow.testing import cells
+from kvflow.transfers.executors.base import RankCache
+
+RNG = np.random.default_rng(5)
+TOKENS = RNG.integers(0, 320, 64).tolist()
+SENTINEL = 0xA5
+
+
+class Group:
+    """`pcp` ranks with one model and cache each; runs steps and notes every collective."""
+
+    def __init__(self, pcp, dcp, interleave=1, block=4, num_blocks=16, kv_dtype="float32"):
+        self.models = [
+            Glm.load(TINY, kv_dtype=kv_dtype, dtype=DTYPES["float64"], rank=r, size=pcp)
+            for r in range(pcp)
+        ]
+        placement = Mesh((Axis("pcp", pcp), Axis("dcp", dcp, over=("pcp",)))).place(
+            RoundRobin(dcp, interleave), "dcp"
+        )
+        self.layout = KVLayout.uniform(self.models[0].spec, placement, Paged(block))
+        self.num_blocks = {"kv": num_blocks}
+        self.caches = [
+            RankCache.allocate(self.layout, r, self.num_blocks, fill=SENTINEL) for r in range(pcp)
+        ]
+        self.rows = []
+
+    def run(self, steps):
+        """(traces by rank, tokens by request) of steps of items."""
+        size = len(self.models)
+        traces = [[] for _ in range(size)]
+
+        def rank(comm):
+            model = self.models[comm.rank]
+            runner = StepRunner(model, self.layout, self.caches[comm.rank], comm)
+            sampled = {}
+            for items in steps:
+                sampled.update(runner.run(items))
+            return sampled
+
+        results = run_ranks(size, rank, traces=traces)
+        return traces, {k: s.token for r in results for k, s in r.items()}
+
+    def images(self):
+        return [
+            {name: view.memory.clone() for name, view in cache.pages.items()}
+            for cache in self.caches
+        ]
+
+    def cells(self, table, start, stop):
+        """Cells of [start, stop) of a request with this block table, by the oracle."""
+        binding = Binding.of(self.layout, {"kv": table}, self.num_blocks, stop)
+        return list(cells(self.layout, binding, (start, stop), self.layout.spec.names))
+
+    def places(self, cell):
+        view = self.caches[cell.rank].pages[cell.component]
+        page = view.offset + cell.block_id * view.block_stride
+        return [page + i for i in cell.at]
+
+
+def item(name, start, stop, table, *, last=True, tokens=TOKENS):
+    following = None if last else tokens[stop]
+    sampling = greedy(1) if last else None
+    return StepItem(name, start, tokens[start:stop], following, {"kv": table}, sampling)
+
+
+def blocks_for(group, length, first=0):
+    n = group.layout.num_blocks_for(length)["kv"]
+    return list(range(first, first + n))
+
+
+# --- the same calls on every rank (A01, A10)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "fp8"])
+@pytest.mark.parametrize(("pcp", "dcp"), [(2, 2), (4, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize("lengths", [[1], [2], [3], [5], [2, 9], [1, 1, 1]])
+def test_a01_every_rank_makes_the_same_calls(pcp, dcp, lengths, kv_dtype):
+    group = Group(pcp, dcp, kv_dtype=kv_dtype)
+    items, first = [], 0
+    for i, n in enumerate(lengths):
+        table = blocks_for(group, n, first)
+        first += len(table)
+        items.append(item(f"r{i}", 0, n, table))
+    traces, tokens = group.run([items])
+    assert all(trace == traces[0] for trace in traces)
+    assert len(traces[0]) > 0
+    assert set(tokens) == {f"r{i}" for i in range(len(lengths))}
+    # per layer and component one all-gather of new rows, whatever the ranks hold
+    gathers = [op for op, _ in traces[0] if op == "all_gather"]
+    assert len(gathers) >= len(group.layout.spec.names)
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [3], [5], [2, 9]])
+def test_a01_tokens_of_tiny_prompts_equal_one_rank(lengths):
+    def tokens(pcp, dcp):
+        group = Group(pcp, dcp)
+        items, first = [], 0
+        for i, n in enumerate(lengths):
+            table = blocks_for(group, n, first)
+            first += len(table)
+            items.append(item(f"r{i}", 0, n, table))
+        return group.run([items])[1]
+
+    assert tokens(2, 2) == tokens(1, 1)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 48])
+def test_a10_ranks_without_tokens_join_every_call(length):
+    """DCP=4 with block and interleave 16: up to three ranks own nothing of the cache."""
+    group = Group(4, 4, interleave=16, block=16)
+    table = blocks_for(group, length)
+    traces, tokens = group.run([[item("a", 0, length, table)]])
+    assert all(trace == traces[0] for trace in traces)
+    assert tokens == Group(1, 1, block=16).run([[item("a", 0, length, [0, 1, 2])]])[1]
+
+
+def test_a13_a_rank_alone_with_other_facts_is_caught_not_mixed_up():
+    """Ranks decide nothing themselves: handed another step, a rank breaks the call for all."""
+    group = Group(2, 2)
+
+    def rank(comm):
+        runner = StepRunner(group.models[comm.rank], group.layout, group.caches[comm.rank], comm)
+        return runner.run([item("a", 0, 6 - comm.rank, [0, 1])])
+
+    with pytest.raises(Exception, match="differs between ranks"):
+        run_ranks(2, rank)
+
+
+def test_a23_a_prompt_without_tokens_is_refused_at_the_door():
+    with pytest.raises(InvalidRequest, match="at least one token id") as caught:
+        Request("a", (), greedy(1))
+    assert caught.value.param == "prompt"
+
+
+# --- bytes (A02, A24)
+
+
+def _assert_only(group, before, allowed):
+    """Outside the cells, no byte of any rank's cache has changed since `before`."""
+    for rank, cache in enumerate(group.caches):
+        for name, view in cache.pages.items():
+            same = view.memory == before[rank][name]
+            for cell in allowed:
+                if cell.rank == rank and cell.component == name:
+                    same[group.places(cell)] = True
+            assert bool(same.all()), (rank, name)
+
+
+@pytest.mark.parametrize(("pcp", "dcp", "interleave"), [(2, 2, 1), (2, 1, 1), (2, 2, 3)])
+@pytest.mark.parametrize("kv_dtype", ["float32", "fp8"])
+def test_a02_a_step_touches_exactly_its_slots(pcp, dcp, interleave, kv_dtype):
+    """16 tokens, then 5 tokens of another request through the same buffers."""
+    group = Group(pcp, dcp, interleave, kv_dtype=kv_dtype)
+    first, second = blocks_for(group, 16), blocks_for(group, 5, 8)
+    empty = group.images()
+    group.run([[item("a", 0, 16, first)]])
+    written = group.cells(first, 0, 16)
+    _assert_only(group, empty, written)
+    before = group.images()
+    group.run([[item("b", 0, 5, second)]])
+    fresh = group.cells(second, 0, 5)
+    _assert_only(group, before, fresh)
+    for cell in [c for c in fresh if len(c.at) >= 16]:  # shorter fields may hold any byte
+        view = group.caches[cell.rank].pages[cell.component]
+        assert not bool((view.memory[group.places(cell)] == SENTINEL).all())
+
+
+@pytest.mark.parametrize(("dcp", "interleave"), [(1, 1), (2, 1), (2, 3)])
+def test_a24_chunks_that_end_inside_a_block(dcp, interleave):
+    """Chunk 6, block 4, prompt 13: rows equal those of the prompt in one piece, bit by bit."""
+    whole, pieces = Group(2, dcp, interleave), Group(2, dcp, interleave)
+    table = blocks_for(whole, 13)
+    one = whole.run([[item("a", 0, 13, table)]])[1]
+    steps = [[item("a", s, min(s + 6, 13), table, last=s + 6 >= 13)] for s in (0, 6, 12)]
+    assert pieces.run(steps)[1] == one
+    for a, b in zip(whole.images(), pieces.images(), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- loads
+
+
+@settings(max_examples=100)
+@given(
+    pcp=st.sampled_from([1, 2, 4, 8]),
+    counts=st.lists(st.integers(1, 70), min_size=1, max_size=6),
+    starts=st.lists(st.integers(0, 50), min_size=6, max_size=6),
+)
+def test_loads_of_a_step_are_even(pcp, counts, starts):
+    """max - min at most 1 (so below 2, and below 1.1 of the mean from 16 * PCP tokens on), however
+    many requests share the step; every token is computed once."""
+    from kvflow.engine.runner import _deal
+
+    items = [
+        StepItem(f"r{i}", s, [0] * n, None, {}, None)
+        for i, (n, s) in enumerate(zip(counts, starts, strict=False))
+    ]
+    loads, seen = [0] * pcp, []
+    for one, deal in zip(items, _deal(items, pcp), strict=True):
+        owners = [int(r) for r in deal.owner(np.arange(one.start, one.stop))]
+        seen.append(len(owners))
+        for r in owners:
+            loads[r] += 1
+    assert seen == counts
+    assert max(loads) - min(loads) <= 1
+    if sum(counts) >= 16 * pcp:
+        assert max(loads) <= 1.1 * sum(loads) / pcp
