@@ -49,10 +49,10 @@ def sm_90(kernel) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(kernel.asm["cubin"])
         f.flush()
-        usage, sass = (
-            subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
+        text = subprocess.run(
+            [tool, "-res-usage", "-sass", f.name], capture_output=True, text=True, check=True
         )
+    usage = sass = text.stdout + text.stderr
     ops = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass)
     found = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage)}
     return {
@@ -125,13 +125,11 @@ def cases():
     yield from row_kernels(pages_of(LATENT, gap=3_502_592 - 41_984, shift=41_984), "latent outer")
     yield from row_kernels(pages_of(index_record("fp8", index_dim=128)), "index")
     yield from codec_kernels(torch.bfloat16)
-    yield from codec_kernels(torch.float32)
     # Planted: a view 8 bytes off loses every 16-byte access, with no word from the compiler; and
     # a kernel that is denied registers spills.
     yield from row_kernels(pages_of(LATENT, shift=8), "misaligned")
-    for name, kernel, args, constants, options in codec_kernels(torch.float16):
-        if name == "quantise latent float16":
-            yield "starved", kernel, args, constants, options | STARVED
+    _, kernel, args, constants, options = next(codec_kernels(torch.bfloat16))
+    yield "starved", kernel, args, constants, options | STARVED
 
 
 def main(target: str) -> None:

@@ -25,10 +25,6 @@ WIDE = {
     "dequantise latent bfloat16": (0, 1),
     "quantise key bfloat16": (0, 0),
     "dequantise key bfloat16": (0, 0),
-    "quantise latent float32": (1, 0),
-    "dequantise latent float32": (0, 1),
-    "quantise key float32": (0, 0),
-    "dequantise key float32": (0, 0),
 }
 
 

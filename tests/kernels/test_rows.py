@@ -18,12 +18,12 @@ LATENT = latent_record("fp8", latent_rank=512, rope_dim=64)
 INDEX = index_record("fp8", index_dim=128)
 
 
-def make_pages(record=LATENT, block_size=4, num_blocks=3, gap=0, offset=0, tail=0):
+def make_pages(record=LATENT, block_size=4, num_blocks=3, gap=0, offset=0, tail=0, shift=0):
     stride = record.page_nbytes(block_size) + gap
     nbytes = offset + stride * num_blocks - gap + tail
     g = torch.Generator().manual_seed(0)
-    memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=g)
-    return PageView(memory, record, block_size, stride, offset)
+    memory = torch.randint(0, 256, (shift + nbytes,), dtype=torch.uint8, generator=g)
+    return PageView(memory[shift:], record, block_size, stride, offset)
 
 
 def random_rows(n, record, seed=1):
@@ -63,6 +63,7 @@ def cases(draw):
         gap=draw(st.sampled_from([0, 0, 1, 2, 8, 24, 61])),
         offset=draw(st.sampled_from([0, 0, 1, 4, 8, 13])),
         tail=draw(st.sampled_from([0, 1, 7])),
+        shift=draw(st.sampled_from([0, 0, 1, 4])),
     )
     if draw(st.booleans()):
         start = draw(st.integers(0, pages.num_slots - 1))
