@@ -41,21 +41,25 @@ class BlockPool:
         return ids
 
     def hold(self, ids: Iterable[int], holding: Holding) -> None:
-        """Changes how held ids are held. Raises `KvflowError` for an id that is free."""
-        for block_id in ids:
-            self._require_held(block_id)
-            self._held[block_id] = holding
+        """Changes how held ids are held. Raises `KvflowError`, and changes nothing, if an id is
+        free."""
+        self._held.update(dict.fromkeys(self._all_held(ids), holding))
 
     def free(self, ids: Iterable[int]) -> None:
-        """Gives held ids back. Raises `KvflowError` for an id that is free already."""
-        for block_id in ids:
-            self._require_held(block_id)
+        """Gives held ids back. Raises `KvflowError`, and frees nothing, if an id is free already
+        or stands twice."""
+        for block_id in self._all_held(ids):
             del self._held[block_id]
             self._free.append(block_id)
 
-    def _require_held(self, block_id: int) -> None:
-        if block_id not in self._held:
-            raise KvflowError(f"block {block_id} is not held (pool of {self.num_blocks})")
+    def _all_held(self, ids: Iterable[int]) -> list[int]:
+        listed = list(ids)
+        for block_id in listed:
+            if block_id not in self._held:
+                raise KvflowError(f"block {block_id} is not held (pool of {self.num_blocks})")
+        if len(set(listed)) != len(listed):
+            raise KvflowError(f"blocks {listed}: an id stands twice")
+        return listed
 
     def audit(self) -> None:
         """Raises `KvflowError` if an id is lost or held twice."""

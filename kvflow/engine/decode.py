@@ -89,7 +89,7 @@ class DecodeEngine:
     def __attrs_post_init__(self) -> None:
         self.pools = {name: BlockPool(n) for name, n in self.num_blocks.items()}
         self.counters = dict.fromkeys(
-            ("steps", "tokens", "transfers", "transfer_nbytes", "transfer_failures"), 0.0
+            ("steps", "tokens", "transfers", "transfer_nbytes", "transfer_failures", "refused"), 0.0
         )
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="kvflow-pull")
 
@@ -143,6 +143,7 @@ class DecodeEngine:
         try:
             plan = self._derive(admit)
         except KvflowError as error:
+            self.counters["refused"] += 1
             self.mailbox.send(TransferEnded(admit.request_id, [], None, str(error)))
             self.mailbox.send(RequestFailed(admit.request_id, str(error)))
             return

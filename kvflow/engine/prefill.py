@@ -55,6 +55,7 @@ class PrefillEngine:
 
     def __attrs_post_init__(self) -> None:
         self.pools = {name: BlockPool(n) for name, n in self.num_blocks.items()}
+        plan_transfer(self.layout, self.target, (0, 0))  # refuses caches of another content
 
     # --- requests
 
