@@ -6,6 +6,7 @@ engine releases it; afterwards the decode rank is told, and says when it no long
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -180,9 +181,10 @@ class Deployment:
                 return
             live = self._hand_over(request, first)
             yield _output(request.request_id, first, None)
-            async for output in self._decoded(request.request_id, live):
-                outcome = "finished" if output.finish_reason else outcome
-                yield output
+            async with contextlib.aclosing(self._decoded(request.request_id, live)) as outputs:
+                async for output in outputs:
+                    outcome = "finished" if output.finish_reason else outcome
+                    yield output
         except KvflowError:
             outcome = "failed"
             raise

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, field
 
-from kvflow.engine.api import Overloaded, Request
+from kvflow.engine.api import InvalidRequest, Overloaded, Request
 from kvflow.engine.blocks import BlockPool
 from kvflow.engine.messages import RunStep, Source, StepDone, StepItem
 from kvflow.engine.sampling import Sampled
-from kvflow.errors import CapacityError, KvflowError
+from kvflow.errors import KvflowError
 from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.planner import plan_transfer
 
@@ -60,13 +60,14 @@ class PrefillEngine:
     # --- requests
 
     def check(self, request: Request) -> None:
-        """Raises `CapacityError` if the pools could never hold the prompt, `Overloaded` if too
+        """Raises `InvalidRequest` if the pools could never hold the prompt, `Overloaded` if too
         many wait."""
         for name, need in self.layout.num_blocks_for(len(request.prompt)).items():
             if need > self.num_blocks[name]:
-                raise CapacityError(
+                raise InvalidRequest(
+                    "prompt",
                     f"a prompt of {len(request.prompt)} tokens needs {need} blocks, the prefill "
-                    f"pool has {self.num_blocks[name]}"
+                    f"pool has {self.num_blocks[name]}",
                 )
         if len(self._waiting) >= self.max_waiting:
             raise Overloaded(f"{len(self._waiting)} requests wait, the limit is {self.max_waiting}")

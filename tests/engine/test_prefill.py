@@ -8,11 +8,11 @@ from engine_world import greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.engine.api import Overloaded, Request
+from kvflow.engine.api import InvalidRequest, Overloaded, Request
 from kvflow.engine.messages import StepDone
 from kvflow.engine.prefill import PrefillEngine
 from kvflow.engine.sampling import Sampled
-from kvflow.errors import CapacityError, ContentMismatch, KvflowError
+from kvflow.errors import ContentMismatch, KvflowError
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Axis, Mesh, Placement
 from kvflow.layouts.paging import Paged
@@ -276,7 +276,7 @@ def test_overload_and_prompts_that_never_fit():
     @scenario
     async def run():
         play = Play(num_blocks=2, max_waiting=2)
-        with pytest.raises(CapacityError, match="17 tokens needs 3 blocks, the prefill pool has 2"):
+        with pytest.raises(InvalidRequest, match="17 tokens needs 3 blocks, the prefill pool has 2"):
             await play.submit("big", 17)
         tasks = [play.submit(f"r{i}", 16) for i in range(3)]
         await asyncio.sleep(0)
