@@ -130,6 +130,19 @@ def test_j05_j08_offsets_beyond_32_bits(tmp_path, boundary):
     assert torch.equal(out, packed)
 
 
+@triton.jit
+def row_words(slots, out, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):  # noqa: N803
+    _, row_word, _, _ = triton_rows.locate(slots, tile, 0, 4, WIDTH, WIDTH, WIDTH, WIDTH, 4, TILE)
+    tl.store(out + tl.arange(0, TILE), row_word)
+
+
+def test_j05_packed_rows_beyond_32_bits():
+    """The tile number alone: so many programs cannot run here."""
+    out, tile = torch.zeros(64, dtype=torch.int64), 2**31 // 64 + 5
+    row_words[(1,)](torch.zeros(1, dtype=torch.int64), out, tile, WIDTH=164, TILE=64)
+    assert torch.equal(out, tile * 64 + torch.arange(64))
+
+
 # Planted faults: the checks above are seen to fail.
 
 
