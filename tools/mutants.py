@@ -16,8 +16,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +37,10 @@ TESTS = {
     "kvflow/transfers/verify.py": [TRANSFERS + "verify.py"],
     "kvflow/transfers/lower.py": [TRANSFERS + "lower.py", TRANSFERS + "planner.py"],
 }
-OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants", "-k", "not a16"]
+OPTIONS = [
+    "-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--hypothesis-profile=mutants",
+    "-k", "not a16",
+]  # fmt: skip
 
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -60,7 +64,7 @@ class Mutant:
 
     path: str
     key: str
-    source: str = field(repr=False)
+    write: Callable[[], str] = field(repr=False)
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
@@ -146,7 +150,8 @@ def mutants(path: str) -> list[Mutant]:
                 seen[key] += 1
                 if seen[key] > 1:
                     key += f" #{seen[key]}"
-                found.append(Mutant(path, key, _with(tree, node, name, i, child, changed)))
+                write = partial(_with, tree, node, name, i, child, changed)
+                found.append(Mutant(path, key, write))
             visit(child, where)
 
     visit(tree, ())
@@ -214,7 +219,7 @@ def run_all(jobs: Sequence[Mutant], workers: int, limit_s: float) -> Iterator[tu
     while waiting or running:
         while waiting and len(running) < workers:
             mutant = waiting.pop()
-            running[start(mutant.path, mutant.source)] = mutant, time.monotonic()
+            running[start(mutant.path, mutant.write())] = mutant, time.monotonic()
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             mutant, _ = running.pop(pid)
@@ -251,7 +256,7 @@ def main() -> int:
         return 0
     preload()
     paths = sorted({m.path for m in chosen})
-    baseline = [Mutant(p, f"{p} unchanged", (ROOT / p).read_text()) for p in paths]
+    baseline = [Mutant(p, f"{p} unchanged", (ROOT / p).read_text) for p in paths]
     if bad := [m.key for m, fate in run_all(baseline, args.jobs, 600) if fate != "survived"]:
         print("the tests fail without any mutant:", *bad, sep="\n  ")
         return 2
@@ -269,13 +274,11 @@ def main() -> int:
 
 def preload() -> None:
     """What every child needs and no mutant touches, imported once before forking."""
-    import hypothesis.strategies
-    import numpy
-    import pytest
+    import hypothesis.strategies  # noqa: F401
+    import pytest  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
-    assert hypothesis.strategies and numpy and pytest
     assert not any(name.startswith("kvflow") for name in sys.modules)
 
 
