@@ -146,6 +146,7 @@ class DecodeEngine:
             self.counters["refused"] += 1
             self.mailbox.send(TransferEnded(admit.request_id, [], None, str(error)))
             self.mailbox.send(RequestFailed(admit.request_id, str(error)))
+            self._report()
             return
         self._waiting.append(_Decoding(admit, plan, [admit.first_token]))
 
@@ -184,7 +185,7 @@ class DecodeEngine:
             elif work in self._running:
                 self._running.remove(work)
                 self._free(work.tables)
-                self._report()
+            self._report()
 
     # --- transfers
 

@@ -276,7 +276,9 @@ def test_overload_and_prompts_that_never_fit():
     @scenario
     async def run():
         play = Play(num_blocks=2, max_waiting=2)
-        with pytest.raises(InvalidRequest, match="17 tokens needs 3 blocks, the prefill pool has 2"):
+        with pytest.raises(
+            InvalidRequest, match="17 tokens needs 3 blocks, the prefill pool has 2"
+        ):
             await play.submit("big", 17)
         tasks = [play.submit(f"r{i}", 16) for i in range(3)]
         await asyncio.sleep(0)
