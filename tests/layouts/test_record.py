@@ -82,6 +82,14 @@ def test_general_fp8_latent_is_padded_to_four_bytes(rank: int, rope: int) -> Non
     assert ("padding" in [f.name for f in record.fields]) == (bare % 4 != 0)
 
 
+def test_a_scale_serves_128_values() -> None:
+    scales = [
+        latent_record("fp8", latent_rank=n, rope_dim=2).fields[1].num_elements
+        for n in (1, 128, 129, 256, 257)
+    ]
+    assert scales == [1, 1, 2, 2, 3]
+
+
 def test_golden_fixture_rows() -> None:
     assert latent_record("fp8", latent_rank=32, rope_dim=16).nbytes == 68
     assert index_record("fp8", index_dim=32).nbytes == 36

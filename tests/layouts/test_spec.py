@@ -54,8 +54,9 @@ def test_spellings_that_disagree_or_make_no_sense_are_refused() -> None:
         full_ids(num_hidden_layers=2, index_topk_pattern="F")
     with pytest.raises(LayoutError, match="makes layer 0 shared"):
         full_ids(num_hidden_layers=2, index_topk_pattern="SF")
-    with pytest.raises(LayoutError, match="makes layer 0 shared"):
-        full_ids(num_hidden_layers=4, index_topk_freq=4, index_skip_topk_offset=0)
+    for freq in (2, 3, 4):
+        with pytest.raises(LayoutError, match="makes layer 0 shared"):
+            full_ids(num_hidden_layers=4, index_topk_freq=freq)
 
 
 def test_components_stand_in_layer_order_with_absolute_ids() -> None:
@@ -82,16 +83,16 @@ def test_components_stand_in_layer_order_with_absolute_ids() -> None:
     rows = KVCacheSpec.from_config(config, kv_dtype="bfloat16", index_arrangement="row")
     assert rows["indexer.0"].record.arrangement == "row"
     assert dict(rows.content)["kv_dtype"] == "bfloat16"
-    assert (
-        KVCacheSpec.from_config({**config, "num_nextn_predict_layers": None}).select(part="mtp")
-        == ()
-    )
+    for missing in ({"num_nextn_predict_layers": None}, {"num_nextn_predict_layers": 0}):
+        assert KVCacheSpec.from_config(config | missing).names == spec.names[:5]
+    del config["num_nextn_predict_layers"]
+    assert KVCacheSpec.from_config(config).names == spec.names[:5]
 
 
 def test_a_spec_refuses_names_twice_and_unknown_ones() -> None:
     component = Component("latent", 0, latent_record("fp8", latent_rank=4, rope_dim=2))
     with pytest.raises(LayoutError, match=r"components named twice: \['latent.0'\]"):
-        KVCacheSpec((component, component))
+        KVCacheSpec((component, Component("indexer", 0, component.record), component))
     with pytest.raises(LayoutError, match=r"no component 'x'; the spec has \['latent.0'\]"):
         KVCacheSpec((component,))["x"]
     assert component.part == "main"
