@@ -39,8 +39,9 @@ class NixlEndpoint:
     staging_nbytes: size of each of two areas, one to pack rows for readers and one to receive
     into. label: of two endpoints with one label the younger replaces the older at its peers; by
     default nobody is replaced. progress: "poll" has a thread that sleeps until something arrives,
-    "none" leaves progress to the service thread. ucx: parameters of the UCX backend.
-    Raises `TransferError` if NIXL is not installed.
+    "none" leaves progress to the service thread. num_lanes: agents that read in
+    parallel. ucx: parameters of the UCX backend. Raises `TransferError` if
+    NIXL is not installed.
     """
 
     cache: RankCache
@@ -51,6 +52,7 @@ class NixlEndpoint:
     ucx: Mapping[str, str] = field(factory=dict)
     costs: Costs = field(factory=Costs)
     connect_timeout: float = 10.0
+    num_lanes: int = 2
     generation: int = field(init=False, factory=time.time_ns)
     _agent: Agent = field(init=False, repr=False)
     _door: Door = field(init=False, repr=False)
@@ -65,11 +67,15 @@ class NixlEndpoint:
         self._outbox, landing = (StagingArea(self.staging_nbytes) for _ in range(2))
         for area in (self._outbox, landing):
             self._agent.register(area.memory.data_ptr(), area.capacity)
+        extra = (Agent("lane", "none", dict(self.ucx)) for _ in range(self.num_lanes - 1))
+        lanes = (self._agent, *extra)
         for view in self.cache.pages.values():
-            self._agent.register(view.memory.data_ptr(), view.memory.numel())
+            for lane in lanes:
+                lane.register(view.memory.data_ptr(), view.memory.numel())
         service = Service(self._agent, self._key, self.cache, self._outbox, self._admit)
         self._door = Door(
             self._agent,
+            lanes,
             self._key,
             self.cache,
             self.cache.geometries(),
@@ -141,8 +147,9 @@ class NixlEndpoint:
             if export.name in self._retired:
                 raise TransferError(f"{export.name} still has reads under way: connect later")
             peer = Peer(export)
-            if (name := self._agent.add_peer(export.agent)) != export.name:
-                raise TransferError(f"the agent of {export.name} calls itself {name}")
+            for lane in self._door.lanes:
+                if (name := lane.add_peer(export.agent)) != export.name:
+                    raise TransferError(f"the agent of {export.name} calls itself {name}")
             self._peers[peer.name] = peer
             return peer
 
@@ -154,7 +161,8 @@ class NixlEndpoint:
     def _remove_retired(self) -> None:
         if self._door.num_in_flight() == 0:
             for name in self._retired:
-                self._agent.remove_peer(name)
+                for lane in self._door.lanes:
+                    lane.remove_peer(name)
             self._retired.clear()
 
     def pull(
@@ -202,6 +210,6 @@ class NixlEndpoint:
         with self._lock:
             for peer in list(self._peers.values()):
                 self._retire(peer)
-            for name in self._retired:
-                self._agent.remove_peer(name)
-            self._agent.close()
+            self._remove_retired()
+            for lane in self._door.lanes:
+                lane.close()

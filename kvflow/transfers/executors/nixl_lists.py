@@ -59,7 +59,7 @@ class Peer:
     export: Export
     geometries: Mapping[str, PageGeometry] = field(init=False)
     _kinds: tuple[Kind, ...] = field(init=False, default=())
-    _lists: dict[Grain, PreparedLists] = field(init=False, factory=dict)
+    _lists: dict[tuple[str, Grain], PreparedLists] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.geometries = {n: geometry_of(n, i) for n, i in self.export.components.items()}
@@ -80,10 +80,11 @@ class Peer:
         return self._kinds
 
     def lists(self, agent: Agent, mine: Mapping[str, PageGeometry], grain: Grain) -> PreparedLists:
-        """The lists of one grain, prepared at first use."""
-        if grain not in self._lists:
-            self._lists[grain] = _prepare(agent, self, mine, grain)
-        return self._lists[grain]
+        """The lists of one grain for an agent of ours, prepared at first use."""
+        key = (agent.name, grain)
+        if key not in self._lists:
+            self._lists[key] = _prepare(agent, self, mine, grain)
+        return self._lists[key]
 
 
 def same_pages(src: PageGeometry, dst: PageGeometry) -> bool:

@@ -3,15 +3,17 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
-from attrs import define, evolve, field
+import numpy.typing as npt
+from attrs import define, evolve, field, frozen
 
 from kvflow.errors import TransferError
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.base import TransferReport
-from kvflow.transfers.executors.nixl_agent import Flight
+from kvflow.transfers.executors.nixl_agent import Agent, Flight
 from kvflow.transfers.executors.nixl_door import Deadline, Door
 from kvflow.transfers.executors.nixl_landing import (
     Job,
@@ -33,9 +35,20 @@ from kvflow.transfers.executors.seal import digest_rows
 from kvflow.transfers.executors.strategy import STRATEGIES, Strategy, estimate, split_whole
 from kvflow.transfers.lower import BoundPlan, SlotRuns
 
-_POST_NBYTES = 64 << 20
+_POST_NBYTES = 8 << 20
 _POST_ELEMENTS = 1 << 12
+_MANY_POSTS = 4
 _ASK_AHEAD = 3
+
+
+@frozen(eq=False)
+class _Post:
+    """One request of direct reads: elements of a peer's prepared list."""
+
+    peer: Peer
+    grain: Grain
+    src: npt.NDArray[np.int32]
+    dst: npt.NDArray[np.int32]
 
 
 @define(eq=False)
@@ -52,6 +65,7 @@ class Pull:
     _used: set[str] = field(init=False, factory=set)
     _nbytes: int = field(init=False, default=0)
     _num_descriptors: int = field(init=False, default=0)
+    _posts: deque[_Post] = field(init=False, factory=deque)
     _asked: list[int] = field(init=False, factory=list)
 
     def run(self, *, verify: bool) -> TransferReport:
@@ -68,7 +82,8 @@ class Pull:
                 self._nbytes += job.runs.num_tokens * job.dst.record.nbytes * len(job.names)
                 self._assign(job, todo)
             for job in todo["direct"]:
-                self._post_direct(job, *job.runs.expand(), whole=False)
+                self._add_direct(job, *job.runs.expand(), whole=False)
+            self._post_all()
             for job in todo["stage"]:
                 for part in staged_parts(job, self.door.landing.capacity):
                     landings.fetch(part)
@@ -112,7 +127,7 @@ class Pull:
             blocks, rest = split_whole(job.runs, job.src.block_size)
             if len(blocks[0]):
                 self._used.add("direct")
-                self._post_direct(job, *blocks, whole=True)
+                self._add_direct(job, *blocks, whole=True)
             job = evolve(job, runs=rest)
         if not len(job.runs):
             return
@@ -131,10 +146,10 @@ class Pull:
         possible += ["pack"] if part_room(row, landing, owner) else []
         return tuple(possible)
 
-    def _post_direct(self, job: Job, src: Ints, dst: Ints, *, whole: bool) -> None:
+    def _add_direct(self, job: Job, src: Ints, dst: Ints, *, whole: bool) -> None:
         grain: Grain = "page" if whole else "row"
         unit = job.src.block_size if whole else 1
-        lists = job.peer.lists(self.door.agent, self.door.geometries, grain)
+        lists = job.peer.lists(self.door.lanes[0], self.door.geometries, grain)
         here, there = lists.indices(job.names, src, dst)
         if whole:
             page = job.src.record.page_nbytes(job.src.block_size)
@@ -143,11 +158,27 @@ class Pull:
             self._num_descriptors += 1 + int(breaks.sum()) if dense else len(here)
         step = max(1, min(_POST_ELEMENTS, _POST_NBYTES // (unit * job.src.record.nbytes)))
         for i in range(0, len(here), step):
+            self._posts.append(_Post(job.peer, grain, here[i : i + step], there[i : i + step]))
+
+    def _post_all(self) -> None:
+        """Posts the direct reads. A post over shared memory is the copy itself, so lanes share the
+        work if there is much of it."""
+        if len(self._posts) < _MANY_POSTS:
+            self._post_from(self.door.lanes[0])
+            return
+        with ThreadPoolExecutor(len(self.door.lanes)) as threads:
+            for done in [threads.submit(self._post_from, lane) for lane in self.door.lanes]:
+                done.result()
+
+    def _post_from(self, lane: Agent) -> None:
+        while self._posts:
             self.deadline.check("posting reads")
-            flight = self.door.agent.read_prepared(
-                lists.local, there[i : i + step], lists.remote, here[i : i + step]
-            )
-            self._flights.append(flight)
+            try:
+                post = self._posts.popleft()
+            except IndexError:  # another lane took the last one
+                return
+            lists = post.peer.lists(lane, self.door.geometries, post.grain)
+            self._flights.append(lane.read_prepared(lists.local, post.dst, lists.remote, post.src))
 
     def _pack(self, jobs: list[Job], landings: Landings) -> None:
         """Asks a few parts ahead, so that owners pack while we read and place."""
