@@ -111,7 +111,7 @@ def make_like(pages, memory):
     return rows.PageView(memory, pages.record, pages.block_size, pages.block_stride, pages.offset)
 
 
-@pytest.mark.parametrize("boundary", [2**31, 2**32])
+@pytest.mark.parametrize("boundary", [2**31, 2**32, 2**33, 2**34])  # 2**33 bytes: 2**31 words
 def test_j05_j08_offsets_beyond_32_bits(tmp_path, boundary):
     file = tmp_path / "region"
     with open(file, "wb") as f:

@@ -51,7 +51,7 @@ def test_bad_slots_are_refused():
         gather_rows(pages, torch.tensor([0]))
 
 
-@pytest.mark.parametrize("boundary", [2**31, 2**32])
+@pytest.mark.parametrize("boundary", [2**31, 2**32, 2**33])
 def test_j05_j08_offsets_beyond_32_bits(boundary):
     memory = torch.zeros(boundary + 656 * 64 * 2, dtype=torch.uint8, device="cuda")
     pages = PageView(memory, LATENT, 64, 656 * 64)
