@@ -263,6 +263,8 @@ def main() -> int:
     begin, fates = time.monotonic(), Counter[str]()
     for mutant, fate in run_all(chosen, args.jobs, args.limit_s):
         fates[fate] += 1
+        if fates.total() % 25 == 0:
+            print(f"{fates.total()} of {len(chosen)}: {dict(fates)}", file=sys.stderr, flush=True)
         if fate == "survived":
             print(f"SURVIVED {mutant.key}", flush=True)
     print(f"{len(chosen)} mutants in {time.monotonic() - begin:.0f} s: {dict(fates)}; "
