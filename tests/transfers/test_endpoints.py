@@ -101,6 +101,19 @@ def test_strategies_give_equal_bytes(nixl, interleave, strategy):
         assert report.strategies == (strategy,)
 
 
+def test_a_large_pull_uses_every_lane(nixl, monkeypatch):
+    from kvflow.transfers.executors import nixl_pull
+
+    monkeypatch.setattr(nixl_pull, "_LANES_NBYTES", 0)
+    monkeypatch.setattr(nixl_pull, "_POST_NBYTES", 1 << 14)
+    bound = pair((0, 2000), interleave=64, blocks=(64, 64))
+    sources, _, receiver, peers = connect_all(nixl, bound, num_lanes=3)
+    for _ in range(2):
+        receiver.pull(bound, 0, peers, timeout=30, verify=True)
+        assert same_bytes(receiver.cache, expected(bound, sources))
+    assert len(receiver._open_lanes()) == 3
+
+
 def test_a_planted_wrong_byte_is_seen(world):
     """The comparison itself, seen to fail."""
     bound = pair()

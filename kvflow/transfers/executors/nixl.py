@@ -58,6 +58,7 @@ class NixlEndpoint:
     _door: Door = field(init=False, repr=False)
     _outbox: StagingArea = field(init=False, repr=False)
     _peers: dict[str, Peer] = field(init=False, factory=dict, repr=False)
+    _lanes: list[Agent] = field(init=False, factory=list, repr=False)
     _retired: list[str] = field(init=False, factory=list, repr=False)
     _lock: threading.RLock = field(init=False, factory=threading.RLock, repr=False)
     _closed: bool = field(init=False, default=False)
@@ -67,15 +68,11 @@ class NixlEndpoint:
         self._outbox, landing = (StagingArea(self.staging_nbytes) for _ in range(2))
         for area in (self._outbox, landing):
             self._agent.register(area.memory.data_ptr(), area.capacity)
-        extra = (Agent("lane", "none", dict(self.ucx)) for _ in range(self.num_lanes - 1))
-        lanes = (self._agent, *extra)
-        for view in self.cache.pages.values():
-            for lane in lanes:
-                lane.register(view.memory.data_ptr(), view.memory.numel())
+        self._register_cache(self._agent)
         service = Service(self._agent, self._key, self.cache, self._outbox, self._admit)
         self._door = Door(
             self._agent,
-            lanes,
+            self._open_lanes,
             self._key,
             self.cache,
             self.cache.geometries(),
@@ -83,6 +80,21 @@ class NixlEndpoint:
             service,
             self.costs,
         )
+
+    def _register_cache(self, agent: Agent) -> None:
+        for view in self.cache.pages.values():
+            agent.register(view.memory.data_ptr(), view.memory.numel())
+
+    def _open_lanes(self) -> tuple[Agent, ...]:
+        """All agents for direct reads; the extra ones are made at the first large pull."""
+        with self._lock:
+            while len(self._lanes) < self.num_lanes - 1:
+                lane = Agent("lane", "none", dict(self.ucx))
+                self._register_cache(lane)
+                for peer in self._peers.values():
+                    lane.add_peer(peer.export.agent)
+                self._lanes.append(lane)
+            return (self._agent, *self._lanes)
 
     @property
     def name(self) -> str:
@@ -147,7 +159,7 @@ class NixlEndpoint:
             if export.name in self._retired:
                 raise TransferError(f"{export.name} still has reads under way: connect later")
             peer = Peer(export)
-            for lane in self._door.lanes:
+            for lane in (self._agent, *self._lanes):
                 if (name := lane.add_peer(export.agent)) != export.name:
                     raise TransferError(f"the agent of {export.name} calls itself {name}")
             self._peers[peer.name] = peer
@@ -161,7 +173,7 @@ class NixlEndpoint:
     def _remove_retired(self) -> None:
         if self._door.num_in_flight() == 0:
             for name in self._retired:
-                for lane in self._door.lanes:
+                for lane in (self._agent, *self._lanes):
                     lane.remove_peer(name)
             self._retired.clear()
 
@@ -211,5 +223,5 @@ class NixlEndpoint:
             for peer in list(self._peers.values()):
                 self._retire(peer)
             self._remove_retired()
-            for lane in self._door.lanes:
+            for lane in (self._agent, *self._lanes):
                 lane.close()

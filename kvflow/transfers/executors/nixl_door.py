@@ -46,11 +46,11 @@ class Deadline:
 
 @define(eq=False)
 class Door:
-    """The parts of one endpoint. `lanes` are the agents that post direct reads, `agent` first: an
-    agent does one thing at a time, so a second one lets another core copy."""
+    """The parts of one endpoint. `open_lanes` gives the agents that post large direct reads,
+    `agent` first: an agent does one thing at a time, so a second one lets another core copy."""
 
     agent: Agent
-    lanes: tuple[Agent, ...]
+    open_lanes: Callable[[], tuple[Agent, ...]]
     key: bytes
     cache: RankCache
     geometries: Mapping[str, PageGeometry]

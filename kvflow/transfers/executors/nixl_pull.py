@@ -37,7 +37,7 @@ from kvflow.transfers.lower import BoundPlan, SlotRuns
 
 _POST_NBYTES = 8 << 20
 _POST_ELEMENTS = 1 << 12
-_MANY_POSTS = 4
+_LANES_NBYTES = 16 << 20
 _ASK_AHEAD = 3
 
 
@@ -149,7 +149,7 @@ class Pull:
     def _add_direct(self, job: Job, src: Ints, dst: Ints, *, whole: bool) -> None:
         grain: Grain = "page" if whole else "row"
         unit = job.src.block_size if whole else 1
-        lists = job.peer.lists(self.door.lanes[0], self.door.geometries, grain)
+        lists = job.peer.lists(self.door.agent, self.door.geometries, grain)
         here, there = lists.indices(job.names, src, dst)
         if whole:
             page = job.src.record.page_nbytes(job.src.block_size)
@@ -163,11 +163,12 @@ class Pull:
     def _post_all(self) -> None:
         """Posts the direct reads. A post over shared memory is the copy itself, so lanes share the
         work if there is much of it."""
-        if len(self._posts) < _MANY_POSTS:
-            self._post_from(self.door.lanes[0])
+        lanes = self.door.open_lanes() if self._nbytes >= _LANES_NBYTES else (self.door.agent,)
+        if len(lanes) == 1:
+            self._post_from(self.door.agent)
             return
-        with ThreadPoolExecutor(len(self.door.lanes)) as threads:
-            for done in [threads.submit(self._post_from, lane) for lane in self.door.lanes]:
+        with ThreadPoolExecutor(len(lanes)) as threads:
+            for done in [threads.submit(self._post_from, lane) for lane in lanes]:
                 done.result()
 
     def _post_from(self, lane: Agent) -> None:
@@ -178,7 +179,12 @@ class Pull:
             except IndexError:  # another lane took the last one
                 return
             lists = post.peer.lists(lane, self.door.geometries, post.grain)
-            self._flights.append(lane.read_prepared(lists.local, post.dst, lists.remote, post.src))
+            try:
+                flight = lane.read_prepared(lists.local, post.dst, lists.remote, post.src)
+            except BaseException:
+                self._posts.clear()  # the other lanes need not go on
+                raise
+            self._flights.append(flight)
 
     def _pack(self, jobs: list[Job], landings: Landings) -> None:
         """Asks a few parts ahead, so that owners pack while we read and place."""
