@@ -32,6 +32,11 @@ class _Prefill:
     aborted: bool = False
     unread: set[int] = field(factory=set)
 
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens not computed yet."""
+        return len(self.request.prompt) - self.done
+
 
 @define(eq=False)
 class PrefillEngine:
@@ -128,21 +133,35 @@ class PrefillEngine:
     # --- steps
 
     def _schedule(self) -> None:
-        """Starts the next step if none runs: first come first served within the token budget."""
+        """Starts the next step if none runs and there is something to compute."""
         if self._step:
             return
         self._admit()
-        budget, items = self.max_num_batched_tokens, []
-        for work in self._running:
-            count = min(budget, len(work.request.prompt) - work.done)
-            if count:
-                items.append(self._item(work, count))
-                self._step.append((work, count))
-                work.in_step = True
-                budget -= count
+        self._step = self._shares()
+        items = [self._item(work, count) for work, count in self._step]
+        for work, _ in self._step:
+            work.in_step = True
         if items:
             self.num_steps += 1
             self.send_step(RunStep(self.num_steps, items))
+
+    def _shares(self) -> list[tuple[_Prefill, int]]:
+        """Deals the token budget: half is the oldest request's, so that it always moves on; the
+        rest goes to the shortest remainders, so that short prompts do not wait behind a long one;
+        what they leave is the oldest's again."""
+        if not self._running:
+            return []
+        oldest, *others = self._running
+        budget = self.max_num_batched_tokens
+        reserved = min(oldest.remaining, max(budget // 2, 1)) if others else oldest.remaining
+        reserved = min(reserved, budget)
+        free, shares = budget - reserved, []
+        for work in sorted(others, key=lambda w: w.remaining):
+            count = min(free, work.remaining)
+            if count:
+                shares.append((work, count))
+                free -= count
+        return [(oldest, min(oldest.remaining, reserved + free)), *shares]
 
     def _admit(self) -> None:
         while self._waiting:
