@@ -55,7 +55,8 @@ docs: $(STAMP) ## run every example in README.md, docs/ and docstrings
 	$(PYTEST) tests/test_docs.py
 
 demo: $(STAMP) ## serve a small model from two engines and stream from it
-	$(BIN)/python examples/serve_glm.py --demo
+	$(BIN)/python examples/serve_glm.py --demo --pcp 4 --dcp 4 --interleave 1 \
+		--decode-ranks 2 --prefill-block 16 --decode-block 64 --kv-dtype fp8
 
 bench: $(STAMP) ## transfers against memcpy and one raw bulk read
 	$(BIN)/python benchmarks/transfer.py
