@@ -53,7 +53,9 @@ def layout_from_wire(data: dict[str, Any]) -> KVLayout:
             for g in data["groups"]
         )
         return KVLayout(spec, Placement(_kind_from_wire(data["sharding"]), ranks), groups)
-    except (KeyError, TypeError) as error:
+    except LayoutError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LayoutError(f"malformed layout: {error!r}") from error
 
 

@@ -259,13 +259,13 @@ def test_an_id_that_lives_is_refused_and_its_owner_is_not_disturbed(prompts):
 
 def test_overload_is_said_and_passes():
     async def run():
-        launch = config(max_num_batched_tokens=4)
+        launch = config(max_num_batched_tokens=4, prefill_kv_tokens=256)
         async with world(launch) as deployment:
             deployment.prefill.max_waiting = 2
-            # the pool holds 8 blocks of 64: prompts of 3 blocks, two at a time
+            # the pool holds 4 blocks of 64 and so does each prompt need: one at a time
             tasks = [
-                asyncio.create_task(collect(deployment, request(f"r{i}", IDS * 4, greedy(2))))
-                for i in range(4)
+                asyncio.create_task(collect(deployment, request(f"r{i}", IDS * 6, greedy(2))))
+                for i in range(3)
             ]
             await until(lambda: deployment.prefill.num_waiting == 2)
             with pytest.raises(Overloaded, match="2 requests wait, the limit is 2"):

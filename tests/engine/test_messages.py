@@ -134,7 +134,7 @@ def test_unlawful_sampling_does_not_arrive():
     message = Admit("a", 3, 1, SamplingParams(4), Source({}, 3, "d"))
     plain = msgspec.msgpack.decode(encode(message))
     plain["sampling"]["temperature"] = -1.0
-    with pytest.raises((msgspec.ValidationError, InvalidRequest), match="temperature is -1.0"):
+    with pytest.raises((msgspec.ValidationError, InvalidRequest), match=r"temperature is -1\.0"):
         decode_to_rank(msgspec.msgpack.encode(plain))
 
 
