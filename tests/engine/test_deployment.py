@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import msgspec
 import pytest
 from attrs import define, evolve, field
 from engine_world import (
@@ -20,7 +21,7 @@ from engine_world import (
 )
 
 from kvflow.engine.api import InvalidRequest, Overloaded
-from kvflow.engine.messages import Source, TransferEnded
+from kvflow.engine.messages import Admit, Source, TransferEnded
 from kvflow.errors import KvflowError
 
 IDS = tuple(range(3, 43))
@@ -306,19 +307,30 @@ def test_a_rank_that_raises_fails_every_request_and_the_health(rank):
     asyncio.run(run())
 
 
+class Tampering:
+    """A hub on the way to which hand-overs change."""
+
+    def __init__(self, hub):
+        self.hub = hub
+
+    def send(self, name, message):
+        if isinstance(message, Admit):
+            source = message.source
+            source = Source(source.tables, source.length, "f" * len(source.digest))
+            message = msgspec.structs.replace(message, source=source)
+        self.hub.send(name, message)
+
+    async def receive(self):
+        return await self.hub.receive()
+
+
 def test_a_tampered_source_fails_its_request_only():
     async def run():
         async with world(config()) as deployment:
-            honest = deployment.prefill.source
-
-            def tampered(request_id):
-                source = honest(request_id)
-                return Source(source.tables, source.length, "f" * len(source.digest))
-
-            deployment.prefill.source = tampered
+            honest, deployment.hub = deployment.hub, Tampering(deployment.hub)
             with pytest.raises(KvflowError, match="the sender ffff"):
                 await collect(deployment, request("a", IDS))
-            deployment.prefill.source = honest
+            deployment.hub = honest
             assert await deployment.healthy()
             assert len(await collect(deployment, request("b", IDS))) == 4
             await assert_idle(deployment, blocks(config()))
@@ -336,7 +348,7 @@ def test_a_byte_that_differs_after_the_move_fails_the_request(prompts):
         def corrupt(num_done):
             if num_done == 10:  # one rank, ten components: all moved
                 for view in ranks.caches["decode-0"].pages.values():
-                    view.memory ^= 1
+                    view.memory.bitwise_xor_(1)
 
         ranks.gate = corrupt
         async with world(config(), ranks) as deployment:
