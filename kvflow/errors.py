@@ -13,7 +13,7 @@ class PlanError(KvflowError, ValueError):
     """A transfer that cannot be derived, or a plan that fails verification."""
 
 
-class ContentMismatch(PlanError):
+class ContentMismatch(PlanError):  # noqa: N818
     """Two layouts whose bytes do not mean the same thing."""
 
 

@@ -13,7 +13,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from kvflow.errors import LayoutError
-from kvflow.layouts.paging import PADDING_SLOT
+from kvflow.layouts.paging import PADDING_SLOT, bytes_of_slots
 from kvflow.layouts.record import Piece, Record
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -67,9 +67,7 @@ class PageView:
     def byte_offsets(self, slots: Tensor, piece: Piece) -> Tensor:
         """int64 [n] -> int64 [n]: where `piece` of each slot starts, in bytes from memory[0].
         Pure arithmetic: it checks nothing and touches no memory."""
-        block = slots.div(self.block_size, rounding_mode="floor")
-        within = slots - block * self.block_size
-        return block * self.block_stride + within * piece.stride + (self.offset + piece.offset)
+        return self.offset + bytes_of_slots(slots, self.block_size, self.block_stride, piece)
 
 
 def gather_rows(pages: PageView, slots: Tensor, out: Tensor | None = None) -> Tensor:

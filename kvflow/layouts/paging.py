@@ -1,13 +1,16 @@
 """Paging: local index -> slot. A slot is block_id * block_size + offset, in one rank's pool."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from attrs import field, frozen
 
 from kvflow.errors import LayoutError
 from kvflow.layouts.mesh import Placement
+from kvflow.layouts.record import Piece
 from kvflow.layouts.sharding import Ints, IntsLike, RoundRobin, as_ints, positive
+
+A = TypeVar("A", bound=Any)
 
 PADDING_SLOT = -1
 """Marks "no slot" inside arrays handed to a kernel; only `kernel_slots` writes it."""
@@ -112,17 +115,37 @@ def num_entries(placement: Placement, paging: Paging, length: int) -> int:
     return -(-fullest // paging.block_size)
 
 
+def page_of(index: A, block_size: int) -> A:
+    """The page (block) of each slot, or the block-table entry of each local index. `index` may be
+    an int or an array of any library; so it is for the two functions below."""
+    pages: A = index // block_size
+    return pages
+
+
+def in_page(index: A, block_size: int) -> A:
+    """The place of each slot or local index within its page."""
+    offsets: A = index - page_of(index, block_size) * block_size
+    return offsets
+
+
+def bytes_of_slots(slots: A, block_size: int, block_stride: int, piece: Piece) -> A:
+    """Where a piece of each slot begins, in bytes from the first page; 64-bit as `slots` is."""
+    pages = page_of(slots, block_size) * block_stride
+    begins: A = pages + in_page(slots, block_size) * piece.stride + piece.offset
+    return begins
+
+
 def slots_of(paging: Paging, table: IntsLike, local: IntsLike) -> Ints:
     """The slot function: block table and local indices -> slots. Raises `LayoutError` for a local
     index that the table does not reach."""
     ids, index = as_ints(table), as_ints(local)
-    entry = index // paging.block_size
+    entry = page_of(index, paging.block_size)
     if index.size and not (int(index.min()) >= 0 and int(entry.max()) < len(ids)):
         raise LayoutError(
             f"local index {int(index.max() if index.min() >= 0 else index.min())} needs entry "
             f"{int(entry.max())} of a block table of {len(ids)} entries of {paging.block_size}"
         )
-    return ids[entry] * paging.block_size + index % paging.block_size
+    return ids[entry] * paging.block_size + in_page(index, paging.block_size)
 
 
 def kernel_slots(

@@ -6,8 +6,9 @@ import numpy as np
 from attrs import field, fields, frozen
 
 from kvflow.errors import PlanError
+from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import Binding
-from kvflow.layouts.paging import slots_of
+from kvflow.layouts.paging import bytes_of_slots, in_page, page_of, slots_of
 from kvflow.layouts.record import Piece, Record
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.plan import Plan, PlanPart
@@ -34,8 +35,7 @@ class SlotRuns:
 
     def expand(self) -> tuple[Ints, Ints]:
         """Source and target slot of every token, in the order of the runs."""
-        which = np.repeat(np.arange(len(self)), self.count)
-        nth = np.arange(len(which)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
+        which, nth = each_of(self.count)
         return (
             self.src[which] + nth * self.src_stride[which],
             self.dst[which] + nth * self.dst_stride[which],
@@ -49,12 +49,12 @@ class SlotRuns:
             (self.count == size)
             & (self.src_stride == 1)
             & (self.dst_stride == 1)
-            & (self.src % size == 0)
-            & (self.dst % size == 0)
+            & (in_page(self.src, size) == 0)
+            & (in_page(self.dst, size) == 0)
         )
         if src_block_size != dst_block_size or not whole.all():
             return None
-        return self.src // size, self.dst // size
+        return page_of(self.src, size), page_of(self.dst, size)
 
 
 @frozen(eq=False)
@@ -120,8 +120,7 @@ class PageGeometry:
 
     def address(self, slot: Ints, piece: Piece) -> Ints:
         """Byte address of a piece of each slot: exact in int64."""
-        block, offset = slot // self.block_size, slot % self.block_size
-        return self.base + block * self.block_stride + piece.offset + offset * piece.stride
+        return self.base + bytes_of_slots(slot, self.block_size, self.block_stride, piece)
 
 
 @frozen(eq=False)
@@ -181,8 +180,7 @@ def _piece(runs: SlotRuns, src: PageGeometry, dst: PageGeometry, a: Piece, b: Pi
     src_pitch, dst_pitch = runs.src_stride * a.stride, runs.dst_stride * b.stride
     solid = (runs.count == 1) | ((src_pitch == a.nbytes) & (dst_pitch == b.nbytes))
     num = np.where(solid, 1, runs.count)
-    which = np.repeat(np.arange(len(runs)), num)
-    nth = np.arange(len(which)) - np.repeat(np.cumsum(num) - num, num)
+    which, nth = each_of(num)
     nbytes = np.where(solid, runs.count * a.nbytes, a.nbytes)
     return Descriptors(
         src.address(runs.src, a)[which] + nth * src_pitch[which],

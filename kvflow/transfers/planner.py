@@ -14,8 +14,10 @@ import numpy as np
 from attrs import evolve, frozen
 
 from kvflow.errors import ContentMismatch, PlanError
+from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
+from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints, Sharding
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
@@ -163,12 +165,12 @@ def _split(pieces: _Pieces, m: int, local: Ints, stride: Ints, block_size: int) 
     """Cuts pieces where ``local + k*stride`` enters another page of `block_size`."""
     last = local + stride * (pieces.count - 1)
     crowded = stride < block_size  # otherwise every token has a page to itself
-    num_pages = np.where(crowded, last // block_size - local // block_size + 1, pieces.count)
-    source = np.repeat(np.arange(len(local)), num_pages)
-    nth = np.arange(len(source)) - np.repeat(np.cumsum(num_pages) - num_pages, num_pages)
+    num_entered = page_of(last, block_size) - page_of(local, block_size) + 1
+    num_pages = np.where(crowded, num_entered, pieces.count)
+    source, nth = each_of(num_pages)
     at, step = local[source], stride[source]
-    page_start = (at // block_size + nth) * block_size
-    begin = np.where(
+    page_start = (page_of(at, block_size) + nth) * block_size
+    begin: Ints = np.where(
         crowded[source], np.maximum(-((at - page_start) // np.maximum(step, 1)), 0), nth
     )
     end = np.append(begin[1:], 0)
@@ -190,10 +192,7 @@ def _split(pieces: _Pieces, m: int, local: Ints, stride: Ints, block_size: int) 
 def _on_ranks(pieces: _Pieces, m: int, src: Placement, dst: Placement) -> TransferRuns:
     """Gives every target replica its copy, and spreads the reads over the source's replicas."""
     num_replicas = np.array([len(group) for group in dst.ranks], np.int64)[pieces.dst_shard]
-    source = np.repeat(np.arange(len(pieces.count)), num_replicas)
-    replica = np.arange(len(source)) - np.repeat(
-        np.cumsum(num_replicas) - num_replicas, num_replicas
-    )
+    source, replica = each_of(num_replicas)
     dst_rank = _pick(dst.ranks, pieces.dst_shard[source], replica)
     count = pieces.count[source]
     src_rank = _spread(src.ranks, pieces.src_shard[source], dst_rank, count)

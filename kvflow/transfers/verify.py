@@ -10,8 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvflow.errors import PlanError
+from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.mesh import Placement
+from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
@@ -100,7 +102,8 @@ def _verify_side(
     fail(sharding.owner(last) != shard_of_rank[rank], "a last token its rank does not own")
     fail(sharding.local(runs.token) != local, "a local index that holds another token")
     fail(sharding.local(last) != last_local, "a stride that ends on another token")
-    fail(local // block_size != last_local // block_size, f"a page border (page: {block_size})")
+    left = page_of(local, block_size) != page_of(last_local, block_size)
+    fail(left, f"a page border (page: {block_size})")
 
 
 def _failer(side: str, runs: TransferRuns) -> Callable[[np.ndarray, str], None]:
@@ -153,8 +156,7 @@ def _verify_disjoint(rank: int, runs: TransferRuns) -> None:
             i = int(order[np.flatnonzero(clash)[0] + 1])
             raise PlanError(f"target rank {rank}: token {int(runs.token[i])} is written twice")
         return
-    which = np.repeat(np.arange(len(runs)), runs.count)
-    nth = np.arange(len(which)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
+    which, nth = each_of(runs.count)
     tokens, times = np.unique(
         runs.token[which] + nth * runs.token_stride[which], return_counts=True
     )
@@ -174,8 +176,9 @@ def _verify_initialised(src: Binding, part: PlanPart) -> None:
 def _verify_table(side: str, binding: Binding, group: str, local: Ints, runs: TransferRuns) -> None:
     block_size = binding.layout.group(group).paging.block_size
     entries = len(binding.tables[group])
-    if len(runs) and int(local.max()) // block_size >= entries:
+    entry = page_of(local, block_size)
+    if len(runs) and int(entry.max()) >= entries:
         raise PlanError(
             f"{side} group {group!r}: local index {int(local.max())} needs entry "
-            f"{int(local.max()) // block_size}, the block table has {entries}"
+            f"{int(entry.max())}, the block table has {entries}"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvflow.comm import Comm
 from kvflow.errors import PlanError
+from kvflow.layouts.counts import each_of
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.plan import Plan, TransferRuns
 
@@ -65,8 +66,7 @@ def gather_schedule(plans: Sequence[Plan], num_ranks: int) -> GatherSchedule:
 def _expand(request: int, runs: TransferRuns) -> tuple[Ints, Ints, Ints, Ints]:
     if len(runs) and int(runs.dst_rank.max()) > 0:
         raise PlanError(f"a gather has one target, the plan has rank {int(runs.dst_rank.max())}")
-    which = np.repeat(np.arange(len(runs)), runs.count)
-    nth = np.arange(len(which)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
+    which, nth = each_of(runs.count)
     local = runs.src_local[which] + nth * runs.src_stride[which]
     target = runs.dst_local[which] + nth * runs.dst_stride[which]
     return runs.src_rank[which], np.full(len(which), request, np.int64), local, target
