@@ -23,6 +23,7 @@ from kvflow.comm.dist import connect_gloo, disconnect
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import ZmqHub, ZmqMailbox
 from kvflow.engine.ranks import guarded
+from kvflow.errors import KvflowError, TransferError
 from kvflow.launch.build import decode_rank, prefill_rank
 from kvflow.launch.config import LaunchConfig
 from kvflow.transfers.executors.base import Endpoint, RankCache
@@ -36,7 +37,9 @@ async def process_deployment(
     config: LaunchConfig, *, start_timeout: float = 120.0
 ) -> AsyncIterator[Deployment]:
     """A started deployment of spawned processes. Leaving the block ends every one of them within
-    seconds, whatever it was doing, and removes the sockets' directory."""
+    seconds, whatever it was doing, and removes the sockets' directory. Raises `TransferError`
+    without NIXL, and `KvflowError` if a rank cannot start."""
+    _require_nixl()
     context, key = mp.get_context("spawn"), secrets.token_bytes(32)
     num_ranks = config.pcp + config.decode_ranks
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
@@ -71,6 +74,18 @@ async def process_deployment(
             hub.close()
 
 
+def _require_nixl() -> None:
+    from kvflow.transfers.executors.nixl_agent import load_nixl, settle_environment
+
+    settle_environment()
+    try:
+        load_nixl()
+    except TransferError as error:
+        raise TransferError(
+            f"{error}, or run every rank as a thread of one process: --transport in-process"
+        ) from error
+
+
 async def _start_or_die(
     deployment: Deployment, processes: dict[str, BaseProcess], timeout: float
 ) -> None:
@@ -84,7 +99,7 @@ async def _start_or_die(
                 if not start.done():
                     start.cancel()
                     await asyncio.gather(start, return_exceptions=True)
-                    raise RuntimeError(f"rank {name!r} ended with code {process.exitcode}")
+                    raise KvflowError(f"rank {name!r} ended with code {process.exitcode}")
     await start
 
 
