@@ -362,6 +362,26 @@ def test_a_byte_that_differs_after_the_move_fails_the_request(prompts):
     asyncio.run(run())
 
 
+def test_a_message_that_cannot_be_read_fails_the_deployment():
+    """Nobody waits for ever for a front that has stopped to read."""
+
+    async def run():
+        async with world(config()) as deployment:
+            generator = deployment.generate(request("a", IDS, greedy(200)))
+            await anext(generator)
+            deployment.hub.deliver("decode-0", b"garbage")
+            with pytest.raises(KvflowError, match="rank 'decode-0'"):
+                await asyncio.wait_for(_drain(generator), 20)
+            assert not await deployment.healthy()
+
+    asyncio.run(run())
+
+
+async def _drain(generator):
+    async for _ in generator:
+        pass
+
+
 def test_closing_ends_requests_that_still_run():
     async def run():
         async with world(config()) as deployment:

@@ -110,13 +110,14 @@ class Server:
         ]
         command = [sys.executable, str(SERVE), "--model", str(model), "--port", "0", *sizes, *flags]
         self.log = scratch.parent / "server.log"
-        self.process = subprocess.Popen(
-            command,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,  # a signal to the server alone, as the tests send it
-        )
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,  # a signal meant for the server does not reach the tests
+            )
 
     def output(self):
         return self.log.read_text()
