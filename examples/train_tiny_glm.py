@@ -299,6 +299,7 @@ def train(
     stream: np.ndarray,
     seconds: float,
     smoke: bool,
+    rate: float = 1.0,
     on_checkpoint: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Train for the given wall time (smoke: nine steps); returns steps and tokens per phase."""
@@ -318,7 +319,7 @@ def train(
         rows = None
         if phase.index_rows:
             rows = torch.from_numpy(np.sort(rng.choice(length, phase.index_rows, replace=False)))
-        scale = min(1.0, (step + 1) / 10, (1 - done) / 0.6 + 0.02)
+        scale = rate * min(1.0, (step + 1) / 10, (1 - done) / 0.6 + 0.02)
 
         run = Pass.new(model.c, length, phase.sparse, rows)
         hidden = model.trunk(ids[:, :length], run)
@@ -421,6 +422,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=38, help="total wall time")
     parser.add_argument("--out", type=Path, default=Path("examples/models/tiny-glm-python"))
     parser.add_argument("--resume", type=Path, help="start from this folder's weights")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of all learning rates")
     parser.add_argument("--checkpoints", type=Path, help="also save here every four minutes")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a smaller model")
     args = parser.parse_args()
@@ -439,13 +441,15 @@ def main() -> None:
     reserve = 300  # seconds for the measurements
     seconds = args.minutes * 60 - (time.time() - start) - reserve
     keep = (lambda: save(model, tok, args.checkpoints)) if args.checkpoints else None
-    result = train(model, stream, seconds, args.smoke, keep)
+    result = train(model, stream, seconds, args.smoke, args.rate, keep)
     if args.resume and (args.resume / "training.json").exists():
         before = json.loads((args.resume / "training.json").read_text())
-        result["phases"] = before["phases"] | result["phases"]
+        again = {f"{name}, resumed": phase for name, phase in result["phases"].items()}
+        result["phases"] = before["phases"] | again
+        facts |= {k: before[k] for k in ("bigram_loss", "minutes")} | {"resumed": args.minutes}
         result |= {k: before[k] + result[k] for k in ("seconds", "cpu_seconds", "steps")}
     facts |= result
-    facts |= {"minutes": args.minutes, "threads": torch.get_num_threads()}
+    facts = {"minutes": args.minutes, "threads": torch.get_num_threads()} | facts
     save(model, tok, args.out)
     (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
     runpy.run_path(str(MODEL_DIR / "measure.py"))["write_card"](args.out, stream, held_out)

@@ -204,6 +204,8 @@ def card(f: Numbers, m: Numbers, c: Numbers, texts: list[tuple[str, str]]) -> st
     )
     busy = f["cpu_seconds"] < 0.75 * f["threads"] * f["seconds"]
     shared = ", on cores shared with other jobs" if busy else ""
+    more = f", then `--resume` with half the learning rates for {f.get('resumed', 0):g} minutes"
+    again = more if "resumed" in f else ""
     nl = "\n"
     return f"""---
 license: psf-2.0
@@ -222,8 +224,9 @@ routed experts, {c["num_experts_per_tok"]} a token, and a shared one; `index_top
 
 ## How it was made
 
-`python examples/train_tiny_glm.py --minutes {f["minutes"]:g}`, Python {f["python"]}, {f["threads"]}
-threads, float32, no accelerator{shared}. The training itself took {f["seconds"] / 60:.1f} minutes of wall
+`python examples/train_tiny_glm.py --minutes {f["minutes"]:g}`{again}, Python {f["python"]},
+{f["threads"]} threads, float32, no accelerator{shared}. The
+training itself took {f["seconds"] / 60:.1f} minutes of wall
 time and {f["cpu_seconds"] / 60:.1f} CPU-minutes (two free cores would have given
 {2 * f["seconds"] / 60:.0f}): {f["steps"]} steps,
 {sum(p["tokens"] for p in f["phases"].values()):,} tokens. The phases end at shares of the wall
