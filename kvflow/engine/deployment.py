@@ -125,12 +125,11 @@ class Deployment:
 
     async def _read(self) -> None:
         while True:
-            name = "?"
             try:
                 name, message = await self.hub.receive()
                 self._handle(name, message)
             except Exception as error:  # nobody may wait for a front that does not read
-                self.fail(f"rank {name!r}: {type(error).__name__}: {error}")
+                self.fail(f"{type(error).__name__}: {error}")
                 return
 
     def _handle(self, name: str, message: FromRank) -> None:
@@ -152,7 +151,7 @@ class Deployment:
             case RankFailed(error):
                 self.fail(f"rank {name!r} failed: {error}")
             case Ready():
-                raise KvflowError("is ready a second time")
+                raise KvflowError(f"rank {name!r} is ready a second time")
 
     def fail(self, why: str) -> None:
         """A rank is lost: every request ends with an error, and the engine is unhealthy."""

@@ -7,6 +7,7 @@ import asyncio
 import queue
 from typing import Protocol
 
+import msgspec
 import zmq
 import zmq.asyncio
 from attrs import define, field
@@ -37,10 +38,18 @@ class Hub(Protocol):
     def send(self, name: str, message: ToRank) -> None: ...
 
     async def receive(self) -> tuple[str, FromRank]:
-        """The next message of any rank, with the rank's name."""
+        """The next message of any rank, with the rank's name. Raises `KvflowError` for bytes that
+        are no message."""
         ...
 
     def close(self) -> None: ...
+
+
+def _decoded(name: str, data: bytes) -> FromRank:
+    try:
+        return decode_from_rank(data)
+    except msgspec.DecodeError as error:
+        raise KvflowError(f"rank {name!r} sent what is no message: {error}") from error
 
 
 @define(eq=False)
@@ -70,7 +79,7 @@ class ThreadHub:
 
     async def receive(self) -> tuple[str, FromRank]:
         name, data = await self._inbox.get()
-        return name, decode_from_rank(data)
+        return name, _decoded(name, data)
 
     def close(self) -> None:
         self._boxes.clear()
@@ -122,7 +131,7 @@ class ZmqHub:
 
     async def receive(self) -> tuple[str, FromRank]:
         name, data = await self._socket.recv_multipart()
-        return name.decode(), decode_from_rank(data)
+        return name.decode(), _decoded(name.decode(), data)
 
     def close(self) -> None:
         self._socket.close()

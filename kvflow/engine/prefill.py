@@ -187,7 +187,9 @@ class PrefillEngine:
     def on_step_done(self, answer: StepDone) -> None:
         """Takes one rank's answer; with the last one the step ends and the next one starts."""
         if answer.step_id != self.num_steps or not self._step:
-            raise KvflowError(f"answer to step {answer.step_id}, step {self.num_steps} runs")
+            raise KvflowError(
+                f"rank {answer.rank}: answer to step {answer.step_id}, step {self.num_steps} runs"
+            )
         self._answers[answer.rank] = answer
         if len(self._answers) < self.num_ranks:
             return
