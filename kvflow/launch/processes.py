@@ -6,6 +6,7 @@ is gone ends itself; a rank that dies makes the deployment unhealthy.
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import secrets
@@ -131,6 +132,7 @@ def _end(processes: list[BaseProcess]) -> None:
 def _enter(threads: int) -> None:
     from kvflow.transfers.executors.nixl import settle_environment
 
+    gc.freeze()  # what the imports made lives to the end; walking it there takes seconds
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when ranks end
     settle_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
