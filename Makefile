@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+WORKERS ?= 2
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -27,16 +28,16 @@ $(STAMP): pyproject.toml tools/install_torch.py
 	@touch $@
 
 test: lint type imports ## everything but the slow and the GPU tier; what CI runs
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(STAMP) ## thorough sweeps
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "slow and not gpu"
 
 test-gpu: $(STAMP) ## tests that need a CUDA device
 	$(PYTEST) -m gpu
 
 laws: $(STAMP) ## the laws of layouts and transfers, with many more examples
-	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough tests/layouts tests/transfers
+	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "not gpu" --hypothesis-profile=thorough tests/layouts tests/transfers
 
 mutants: $(STAMP) ## plant faults in layouts and transfers; each must fail a test
 	$(BIN)/python tools/mutants.py

@@ -22,6 +22,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     return result
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells what it left out; all of them leave out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[_left_out]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    node.config.stash[_left_out].update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     for tier, number in config.stash[_left_out].items():
         if number:

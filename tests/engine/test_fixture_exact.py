@@ -46,6 +46,10 @@ def _assert_exact(outputs, prompts):
 
 @pytest.mark.parametrize(("pcp", "dcp", "interleave", "prefill_block", "decode_block"), GRID)
 def test_tokens_equal_transformers(pcp, dcp, interleave, prefill_block, decode_block, prompts):
+    """All prompts on all layouts. All 32 tokens at interleave 3, the first 8 elsewhere: what a
+    layout does to a request is done once its first pages are decoded."""
+    if interleave != 3:
+        prompts = {name: (ids, out[:8]) for name, (ids, out) in prompts.items()}
     launch = config(
         pcp=pcp,
         dcp=dcp,

@@ -42,7 +42,7 @@ SPEC = KVCacheSpec.from_config(
 )
 
 
-@pytest.mark.parametrize("executor", EXECUTORS, ids=repr)
+@pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: type(e).__name__)
 @given(case=cases())
 def test_reassemble_keeps_the_law(executor, case: Case) -> None:
     stage = Reassemble(case.src.layout, case.dst.layout, executor)
