@@ -30,7 +30,7 @@ async def run(options: ServeOptions) -> int:
     """Serves until a signal, or until the demo is done. Returns the exit code."""
     from kvflow.launch.processes import process_deployment
     from kvflow.launch.threads import thread_deployment
-    from kvflow.server import load_tokenizer, make_app, serve
+    from kvflow.server import bind, load_tokenizer, make_app, serve
 
     launch = options.launch
     if launch.transport == "in-process":
@@ -48,12 +48,13 @@ async def run(options: ServeOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
+        bound = stack.enter_context(bind(options.host, options.port))
         entering = asyncio.ensure_future(stack.enter_async_context(world(launch)))
         if not await _unless(stop, entering):
             return 130
         engine = entering.result()
         app = make_app(engine, tokenizer)
-        server = await stack.enter_async_context(serve(app, options.host, options.port))
+        server = await stack.enter_async_context(serve(app, options.host, bound=bound))
         print(f"serving {engine.model_name} on {server.url}", flush=True)
         if not options.demo:
             await stop.wait()

@@ -31,6 +31,10 @@ class Overloaded(CapacityError):  # noqa: N818
     """The engine takes no further request now; the same request may succeed later."""
 
 
+class Unavailable(KvflowError):  # noqa: N818
+    """The engine has lost a part of itself or is closed, and serves nobody any more."""
+
+
 def _require(holds: bool, param: str, value: object, rule: str) -> None:
     if not holds:
         raise InvalidRequest(param, f"{param} is {value!r}, but must be {rule}")
@@ -175,7 +179,8 @@ class EngineClient(Protocol):
         task that iterates it, aborts the request and frees what it holds on every side.
 
         Raises, from the first step on: `Overloaded` when the engine is full, `InvalidRequest`
-        when the request breaks a rule of this engine, other `KvflowError` when it failed.
+        when the request breaks a rule of this engine, `Unavailable` when a rank is lost, other
+        `KvflowError` when the request failed.
         """
         ...
 

@@ -106,15 +106,17 @@ class DecodeEngine:
             self._puller.shutdown(wait=True)
 
     def turn(self) -> None:
-        """One round: messages, finished transfers, new transfers, one step of the batch."""
+        """One round: messages, finished transfers, one step of the batch, new transfers. These
+        come last, for whatever was freed before may let a waiting request begin; so a request that
+        still waits waits for blocks somebody holds, and `_patience` need not look at it."""
         for message in self.mailbox.receive(self._patience()):
             self._handle(message)
         changed = self._end_quarantine()
         changed |= self._finish_transfers()
-        changed |= self._start_transfers()
         if self._running:
             self._step()
             changed = True
+        changed |= self._start_transfers()
         if changed:
             self._report()
 

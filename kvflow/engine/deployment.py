@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import define, field
 
-from kvflow.engine.api import InvalidRequest, Metric, Request, Sample, TokenOutput
+from kvflow.engine.api import InvalidRequest, Metric, Request, Sample, TokenOutput, Unavailable
 from kvflow.engine.finish import finish_reason
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import (
@@ -75,7 +75,10 @@ class Deployment:
     async def start(self, timeout: float = 60.0) -> None:
         """Waits until every rank is ready and connects decode ranks to the prefill engine.
         Raises `KvflowError` if a rank fails, is late, or ranks of one engine disagree."""
-        ready = await asyncio.wait_for(self._all_ready(), timeout)
+        try:
+            ready = await asyncio.wait_for(self._all_ready(), timeout)
+        except TimeoutError:
+            raise KvflowError(f"not every rank was ready within {timeout} s") from None
         source, target = ready[self.prefill_ranks[0]], ready[self.decode_ranks[0]]
         for group, first in ((self.prefill_ranks, source), (self.decode_ranks, target)):
             for name in group:
@@ -157,7 +160,7 @@ class Deployment:
         """A rank is lost: every request ends with an error, and the engine is unhealthy."""
         self.failure = self.failure or why
         if self._reader is not None:
-            self.prefill.fail(KvflowError(why))
+            self.prefill.fail(Unavailable(why))
         for request_id, live in self._live.items():
             live.events.put_nowait(RequestFailed(request_id, why))
 
@@ -166,7 +169,7 @@ class Deployment:
     async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
         """See `EngineClient.generate`."""
         if self.failure is not None:
-            raise KvflowError(self.failure)
+            raise Unavailable(self.failure)
         self._check(request)
         self._ids.add(request.request_id)
         outcome = "aborted"
@@ -225,7 +228,7 @@ class Deployment:
         while reason is None:
             event = await live.events.get()
             if isinstance(event, RequestFailed):
-                raise KvflowError(event.error)
+                raise (KvflowError if self.failure is None else Unavailable)(event.error)
             reason = event.finish_reason
             transfer = None if reported else live.report
             reported = reported or transfer is not None

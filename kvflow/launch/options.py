@@ -49,7 +49,7 @@ def _parser(default_model: Path) -> argparse.ArgumentParser:
         help="compare digests of every transferred byte with its source",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
+    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free port")
     parser.add_argument("--demo", action="store_true", help="send a few prompts, report and end")
     return parser
 
@@ -109,6 +109,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("decode_kv_tokens", "tokens each decode cache holds"),
     ):
         _number(parser, name, "--" + name.replace("_", "-"), about=about)
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 65536:
+        raise argparse.ArgumentTypeError(f"port {port}, must be in [0, 65536)")
+    return port
 
 
 def _number(parser: argparse.ArgumentParser, name: str, *flags: str, about: str) -> None:

@@ -7,7 +7,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvflow.engine.api import InvalidRequest, Overloaded
+from kvflow.engine.api import InvalidRequest, Overloaded, Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return bad_request(error.param, str(error))
         case Overloaded():
             return ApiError(429, str(error), headers={"retry-after": "1"})
+        case Unavailable():
+            return ApiError(503, str(error))
         case HTTPException():
             headers = dict(error.headers or {})
             return ApiError(error.status_code, str(error.detail), headers=headers)

@@ -34,7 +34,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: the address is ours, and a conflict shows, before
+    anything expensive is started. Raises OSError when the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -49,15 +51,21 @@ def _listen(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serve(
-    app: Starlette, host: str = "127.0.0.1", port: int = 8000, *, keep_alive_s: int = 75
+    app: Starlette,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    bound: socket.socket | None = None,
+    keep_alive_s: int = 75,
 ) -> AsyncIterator[RunningServer]:
-    """Serve `app` for as long as the block runs; port 0 takes a free one.
+    """Serve `app` for as long as the block runs; port 0 takes a free one. A socket from `bind`
+    stands for host and port, and is closed at the end.
 
     Leaving the block takes no more calls, lets those that run finish for 0.8 s, then ends them
     with 503, and returns within two seconds. `app` comes from `make_app`; signals are the
     caller's. Raises OSError when the address cannot be bound.
     """
-    listener = _listen(host, port)
+    listener = bound or bind(host, port)
     config = uvicorn.Config(
         app,
         lifespan="off",

@@ -74,6 +74,28 @@ def test_c08_tiny_prompts_finish_and_c07_first_token_requests_move_nothing(lengt
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        {"max_num_seqs": 1},
+        {"decode_block": 64, "decode_kv_tokens": 64, "max_model_len": 64},
+    ],
+)
+def test_requests_that_wait_for_a_decode_rank_begin_when_it_is_free_again(narrow):
+    """One place in the batch, or blocks for one request: nothing but the end of a request tells
+    the rank, which sleeps on its mailbox, that the next may begin."""
+    launch = exact(config(**narrow))
+    asked = [request(name, IDS[:12], greedy(4)) for name in "abc"]
+
+    async def run():
+        async with world(launch) as deployment:
+            tokens = await asyncio.wait_for(serve_all(deployment, asked), 30)
+            assert tokens == {one.request_id: one_rank_tokens(one, "float64") for one in asked}
+            await assert_idle(deployment, blocks(launch))
+
+    asyncio.run(run())
+
+
 def test_stop_tokens_end_a_request_at_the_first_token_and_later(prompts):
     ids, tokens = prompts["p12"]
     later = next(i for i in range(2, 30) if tokens[i] not in tokens[:i])
