@@ -296,10 +296,11 @@ class DecodeEngine:
         for name, pool in self.pools.items():
             pool.audit()
             blocks[f"free_blocks.{name}"] = float(pool.num_free)
+            blocks[f"used_blocks.{name}"] = float(pool.count("used"))
             blocks[f"quarantined_blocks.{name}"] = float(pool.count("quarantined"))
         load = {
             "waiting": float(len(self._waiting)),
             "pulling": float(len(self._pulling)),
             "running": float(len(self._running)),
         }
-        self.mailbox.send(Gauges({**self.counters, **load, **blocks}))
+        self.mailbox.send(Gauges({**load, **blocks}, self.counters))

@@ -59,6 +59,7 @@ class Deployment:
     max_num_batched_tokens: int = 2048
     prefill: PrefillEngine = field(init=False)
     gauges: dict[str, Mapping[str, float]] = field(init=False, factory=dict)
+    counters: dict[str, Mapping[str, float]] = field(init=False, factory=dict)
     failure: str | None = field(init=False, default=None)
     num_requests: dict[str, int] = field(init=False)
     _ids: set[str] = field(init=False, factory=set)
@@ -149,8 +150,8 @@ class Deployment:
             case Generated(request_id) | RequestFailed(request_id):
                 if request_id in self._live:
                     self._live[request_id].events.put_nowait(message)
-            case Gauges(values):
-                self.gauges[name] = values
+            case Gauges(values, counters):
+                self.gauges[name], self.counters[name] = values, counters
             case RankFailed(error):
                 self.fail(f"rank {name!r} failed: {error}")
             case Ready():
@@ -265,11 +266,6 @@ class Deployment:
             Sample(float(self.prefill.num_waiting), {"state": "waiting"}),
             Sample(float(self.prefill.num_running), {"state": "running"}),
         ]
-        ranks = [
-            Sample(value, {"rank": rank, "name": name})
-            for rank, values in sorted(self.gauges.items())
-            for name, value in sorted(values.items())
-        ]
         steps = [Sample(float(self.prefill.num_steps))]
         seconds = [Sample(self.prefill.model_seconds)]
         return (
@@ -278,8 +274,19 @@ class Deployment:
             Metric("kvflow_prefill_model_seconds_total", "Time in steps.", "counter", seconds),
             Metric("kvflow_prefill_requests", "Requests in the prefill engine.", "gauge", queue),
             Metric("kvflow_prefill_blocks", "Blocks of the prefill pools.", "gauge", blocks),
-            Metric("kvflow_rank", "Counters and gauges of each rank, by name.", "gauge", ranks),
+            Metric("kvflow_rank", "Gauges of each rank.", "gauge", _by_rank(self.gauges)),
+            Metric(
+                "kvflow_rank_total", "Counters of each rank.", "counter", _by_rank(self.counters)
+            ),
         )
+
+
+def _by_rank(numbers: Mapping[str, Mapping[str, float]]) -> list[Sample]:
+    return [
+        Sample(value, {"rank": rank, "name": name})
+        for rank, values in sorted(numbers.items())
+        for name, value in sorted(values.items())
+    ]
 
 
 def _output(

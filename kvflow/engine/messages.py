@@ -120,9 +120,10 @@ class RequestFailed(Struct, frozen=True, tag=True):
 
 
 class Gauges(Struct, frozen=True, tag=True):
-    """From a rank: its counters and gauges, by name."""
+    """From a rank: numbers that go up and down, and numbers that only ever grow, by name."""
 
     values: dict[str, float]
+    counters: dict[str, float] = {}
 
 
 class RankFailed(Struct, frozen=True, tag=True):

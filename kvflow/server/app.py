@@ -173,6 +173,9 @@ class _Front:
         tokens = fields.get("tokens")
         if not isinstance(tokens, list) or not all(map(is_int, tokens)):
             raise refuse("tokens", tokens, "a list of token ids")
+        size = self.model.tokenizer.vocab_size
+        if (unknown := next((t for t in tokens if not 0 <= t < size), None)) is not None:
+            raise refuse("tokens", unknown, f"ids in [0, {size})")
         text = self.model.tokenizer.decode(tokens, skip_special=False)
         return json_response({"prompt": text})
 

@@ -171,13 +171,15 @@ def _sampling(
     room = limit - prompt_len
     max_tokens = asked or max(1, room if default is None else min(default, room))
     if max_tokens > room:
+        text = "messages" if default is None else "prompt"
         raise bad_request(
-            "prompt" if asked is None or room < 1 else name,
+            text if asked is None or room < 1 else name,
             f"the prompt has {prompt_len} tokens and {name} is {max_tokens}: prompt tokens + "
             f"max_tokens = {prompt_len + max_tokens}, but must be at most {limit} (max_model_len)",
             code="context_length_exceeded",
         )
-    stop_ids = fields.get("stop_token_ids") or []
+    stop_ids = fields.get("stop_token_ids")
+    stop_ids = [] if stop_ids is None else stop_ids
     if not isinstance(stop_ids, list) or not all(map(is_int, stop_ids)):
         raise refuse("stop_token_ids", stop_ids, "a list of token ids")
     return SamplingParams(

@@ -68,7 +68,7 @@ def test_c08_tiny_prompts_finish_and_c07_first_token_requests_move_nothing(lengt
             assert [o.token for o in outputs] == one_rank_tokens(one, "float64")
             assert outputs[-1].finish_reason == "length"
             await assert_idle(deployment, blocks(launch))
-            moved = sum(g.get("transfers", 0) for g in deployment.gauges.values())
+            moved = sum(c.get("transfers", 0) for c in deployment.counters.values())
             assert moved == (0 if max_tokens == 1 else 1)
 
     asyncio.run(run())
@@ -378,8 +378,8 @@ def test_a_byte_that_differs_after_the_move_fails_the_request(prompts):
                 await collect(deployment, request("a", IDS))
             assert await deployment.healthy()
             await assert_idle(deployment, blocks(config()))
-            gauges = deployment.gauges["decode-0"]
-            assert (gauges["transfer_failures"], gauges["transfers"]) == (1, 0)
+            counters = deployment.counters["decode-0"]
+            assert (counters["transfer_failures"], counters["transfers"]) == (1, 0)
 
     asyncio.run(run())
 
@@ -430,7 +430,7 @@ def test_metrics_name_blocks_requests_and_ranks():
         assert set(states.values()) == {0}
         transfers = {
             s.labels["rank"]: s.value
-            for s in families["kvflow_rank"].samples
+            for s in families["kvflow_rank_total"].samples
             if s.labels["name"] == "transfers"
         }
         assert transfers == {"decode-0": 2, "decode-1": 1}  # to the rank with the least load

@@ -140,7 +140,7 @@ def test_a_prompt_that_is_too_long_tells_both_numbers(tokenizer):
     for part in ("30 tokens", "max_tokens is 11", "= 41", "at most 40"):
         assert part in first["message"]
     assert first["param"] == "max_tokens"
-    assert second["param"] == third["param"] == "prompt"
+    assert (second["param"], third["param"]) == ("prompt", "messages")
 
 
 def test_exactly_full_is_served(tokenizer):
