@@ -9,19 +9,15 @@ Exits 1 if a mutant survives that is not listed, or if a listed one no longer ex
 import argparse
 import ast
 import copy
-import importlib.abc
-import importlib.util
 import os
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from mutants_run import ROOT, Limits, Mutant, fresh, warm
+
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 LAYOUTS, TRANSFERS = "tests/layouts/test_", "tests/transfers/test_"
 TESTS = {
@@ -32,16 +28,13 @@ TESTS = {
     "kvflow/layouts/record.py": [LAYOUTS + "record.py"],
     "kvflow/layouts/spec.py": [LAYOUTS + "spec.py"],
     "kvflow/layouts/layout.py": [LAYOUTS + "layout.py"],
+    "kvflow/layouts/counts.py": [LAYOUTS + "counts.py", TRANSFERS + "lower.py"],
+    "kvflow/layouts/wire.py": [LAYOUTS + "wire.py"],
     "kvflow/transfers/plan.py": [TRANSFERS + "plan.py"],
     "kvflow/transfers/planner.py": [TRANSFERS + "planner.py"],
     "kvflow/transfers/verify.py": [TRANSFERS + "verify.py"],
     "kvflow/transfers/lower.py": [TRANSFERS + "lower.py", TRANSFERS + "planner.py"],
 }
-OPTIONS = [
-    "-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--hypothesis-profile=mutants",
-    "-k", "not a16",
-]  # fmt: skip
-
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -56,15 +49,6 @@ NAMES = {
     "maximum": "minimum",
 }  # fmt: skip
 SIDES = {"left": "right", "right": "left"}
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one place. `key` says it without line numbers, so it outlives edits."""
-
-    path: str
-    key: str
-    write: Callable[[], str] = field(repr=False)
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
@@ -137,7 +121,7 @@ def mutants(path: str) -> list[Mutant]:
     found: list[Mutant] = []
     seen: Counter[str] = Counter()
 
-    def visit(node: ast.AST, where: tuple[str, ...]) -> None:
+    def visit(node: ast.AST, where: tuple[str, ...], function: tuple[str, ...]) -> None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             where = (*where, node.name)
             if any(
@@ -145,16 +129,19 @@ def mutants(path: str) -> list[Mutant]:
             ):
                 return
         for name, i, child in children(node):
+            inside = function
+            if isinstance(node, ast.FunctionDef) and name == "body" and not function:
+                inside = where
             for changed in variants(child):
                 key = f"{path} {'.'.join(where)}: {_short(child)} => {_short(changed)}"
                 seen[key] += 1
                 if seen[key] > 1:
                     key += f" #{seen[key]}"
                 write = partial(_with, tree, node, name, i, child, changed)
-                found.append(Mutant(path, key, write))
-            visit(child, where)
+                found.append(Mutant(path, key, inside, write))
+            visit(child, where, inside)
 
-    visit(tree, ())
+    visit(tree, (), ())
     return found
 
 
@@ -180,58 +167,6 @@ def _put(node: ast.AST, name: str, i: int | None, child: ast.AST) -> None:
         getattr(node, name)[i] = child
 
 
-class _Override(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from other source than its file's."""
-
-    def __init__(self, path: str, source: str) -> None:
-        self.name, self.path, self.source = path[:-3].replace("/", "."), path, source
-
-    def find_spec(self, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
-        if fullname != self.name:
-            return None
-        return importlib.util.spec_from_loader(fullname, self, origin=str(ROOT / self.path))
-
-    def exec_module(self, module) -> None:  # type: ignore[no-untyped-def]
-        exec(compile(self.source, str(ROOT / self.path), "exec"), module.__dict__)
-
-
-def start(path: str, source: str) -> int:
-    """Forks a child that runs the module's tests against `source`; returns its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        sys.meta_path.insert(0, _Override(path, source))
-        import pytest
-
-        code = int(pytest.main([*OPTIONS, *TESTS[path]]))
-    except BaseException:
-        code = 1
-    os._exit(code)
-
-
-def run_all(jobs: Sequence[Mutant], workers: int, limit_s: float) -> Iterator[tuple[Mutant, str]]:
-    """Runs the tests of every mutant; yields ``killed``, ``timeout`` or ``survived``."""
-    waiting, running = list(reversed(jobs)), {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            mutant = waiting.pop()
-            running[start(mutant.path, mutant.write())] = mutant, time.monotonic()
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            mutant, _ = running.pop(pid)
-            code = os.waitstatus_to_exitcode(status)
-            yield mutant, {0: "survived", -signal.SIGKILL: "timeout"}.get(code, "killed")
-            continue
-        for late, (_, since) in running.items():
-            if time.monotonic() - since > limit_s:
-                os.kill(late, signal.SIGKILL)
-        time.sleep(0.01)
-
-
 def read_equivalent() -> dict[str, str]:
     """Mutant key -> reason; a line is ``key | reason``, # begins a comment."""
     lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
@@ -243,8 +178,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="only mutants whose key holds this text")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for one mutant")
+    parser.add_argument("--cpu-s", type=int, default=40, help="CPU seconds for one mutant")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    parser.add_argument("--warm-only", action="store_true",
+                        help="do not judge survivors again in a fresh process")  # fmt: skip
     args = parser.parse_args()
     os.chdir(ROOT)
     everything = [m for path in TESTS for m in mutants(path)]
@@ -254,24 +191,52 @@ def main() -> int:
     if args.list:
         print(*(m.key for m in chosen), sep="\n")
         return 0
+    if not chosen:
+        parser.error(f"no mutant's key holds {args.only!r}")
     preload()
-    paths = sorted({m.path for m in chosen})
-    baseline = [Mutant(p, f"{p} unchanged", (ROOT / p).read_text) for p in paths]
-    if bad := [m.key for m, fate in run_all(baseline, args.jobs, 600) if fate != "survived"]:
-        print("the tests fail without any mutant:", *bad, sep="\n  ")
+    begin = time.monotonic()
+    fates = judge(chosen, Limits(args.jobs, args.cpu_s), args.warm_only)
+    if fates is None:
         return 2
-    begin, fates = time.monotonic(), Counter[str]()
-    for mutant, fate in run_all(chosen, args.jobs, args.limit_s):
-        fates[fate] += 1
-        if fates.total() % 25 == 0:
-            print(f"{fates.total()} of {len(chosen)}: {dict(fates)}", file=sys.stderr, flush=True)
-        if fate == "survived":
-            print(f"SURVIVED {mutant.key}", flush=True)
-    print(f"{len(chosen)} mutants in {time.monotonic() - begin:.0f} s: {dict(fates)}; "
-          f"{len(equivalent)} listed as equivalent")  # fmt: skip
+    report(fates, [m for m in everything if m.key in equivalent], time.monotonic() - begin)
     for key in stale:
         print(f"LISTED BUT GONE {key}")
-    return 1 if fates["survived"] or stale else 0
+    return 1 if "survived" in fates.values() or stale else 0
+
+
+def judge(chosen: list[Mutant], limits: Limits, warm_only: bool) -> dict[Mutant, str] | None:
+    """The fate of every mutant: ``killed``, ``timeout`` or ``survived``."""
+    by_key = {m.key: m for m in chosen}
+    fates: dict[Mutant, str] = {}
+    for fate, key in warm(chosen, TESTS, limits):
+        if key not in by_key:
+            print(f"{fate}: {key}")
+            return None
+        fates[by_key[key]] = fate
+        if fate == "survived":
+            print(f"{len(fates)} of {len(chosen)}: not yet killed: {key}", file=sys.stderr)
+    if len(fates) < len(chosen):
+        print("the tests could not be run")
+        return None
+    left = [m for m, fate in fates.items() if fate == "survived"]
+    if warm_only:
+        left = [m for m in left if not m.function]
+    print(f"{len(left)} left to fresh processes", file=sys.stderr, flush=True)
+    return fates | dict(fresh(left, TESTS, limits))
+
+
+def report(fates: dict[Mutant, str], listed: list[Mutant], seconds: float) -> None:
+    for mutant, fate in fates.items():
+        if fate == "survived":
+            print(f"SURVIVED {mutant.key}")
+    print(f"{'module':34}{'mutants':>8}{'killed':>8}{'listed':>8}{'survived':>9}")
+    for path in TESTS:
+        counts = Counter(fate for m, fate in fates.items() if m.path == path)
+        kept = sum(m.path == path for m in listed)
+        if counts:
+            print(f"{path:34}{counts.total() + kept:8}{counts['killed'] + counts['timeout']:8}"
+                  f"{kept:8}{counts['survived']:9}")  # fmt: skip
+    print(f"{len(fates)} mutants in {seconds:.0f} s: {dict(Counter(fates.values()))}")
 
 
 def preload() -> None:

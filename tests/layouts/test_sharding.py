@@ -76,6 +76,65 @@ def test_runs_are_few(drawn: tuple[Sharding, int, int]) -> None:
     assert len(sharding.runs(start, stop)) <= min(most, stop - start)
 
 
+SMALL = [
+    *(RoundRobin(n, i) for n in (1, 2, 3) for i in (1, 2, 3)),
+    Replicated(), Replicated(2, 9), Contiguous(1, 0, 9), Contiguous(3, 2, 9), Contiguous(4, 1, 3),
+    BalancedChunks(1, 2, 9), BalancedChunks(2, 0, 11), BalancedChunks(3, 2, 10, rotate=2),
+    BalancedChunks(2, 1, 10, "ceil"), BalancedChunks(3, 0, 2, "ceil"),
+]  # fmt: skip
+
+
+def fewest_runs(sharding: Sharding, start: int, stop: int) -> int:
+    """What the docstrings of `runs` promise, counted position by position."""
+    t = range(start, stop)
+    if isinstance(sharding, Replicated):
+        return len({0 for _ in t})
+    if isinstance(sharding, RoundRobin):
+        if sharding.num_shards == 1:
+            return len({0 for _ in t})
+        if sharding.interleave == 1:
+            return len({p % sharding.num_shards for p in t})
+        return len({p // sharding.interleave for p in t})
+    chunks = list(pairwise(sharding.edges.tolist()))  # type: ignore[attr-defined]
+    return sum(any(low <= p < high for p in t) for low, high in chunks)
+
+
+@pytest.mark.parametrize("sharding", SMALL, ids=str)
+def test_every_short_range_has_the_runs_of_its_hands(sharding: Sharding) -> None:
+    last = min(sharding.stop, 13)
+    for start in range(sharding.start, last + 1):
+        for stop in range(start, last + 1):
+            runs, hands = sharding.runs(start, stop), deal(sharding, stop)
+            told = [
+                (int(s), int(t) + k * int(m), int(j) + k)
+                for s, t, m, j, n in zip(
+                    runs.shard, runs.token, runs.stride, runs.local, runs.count, strict=True
+                )
+                for k in range(n)
+            ]
+            assert told == [
+                (s, t, i) for s, hand in enumerate(hands) for i, t in enumerate(hand) if t >= start
+            ]
+            assert len(runs) == fewest_runs(sharding, start, stop)
+
+
+@pytest.mark.parametrize("sharding", SMALL, ids=str)
+def test_borders_of_short_ranges_are_needed_and_enough(sharding: Sharding) -> None:
+    """Without a border the step from t to t + stride keeps the shard and one slope; a border that
+    stride 1 names is one where the hand changes."""
+    last = min(sharding.stop, 13)
+    where = {t: (s, i) for s, h in enumerate(deal(sharding, last)) for i, t in enumerate(h)}
+    for start in range(sharding.start, last + 1):
+        changes = [t for t in range(start + 1, last) if where[t][0] != where[t - 1][0]]
+        jumps = [t for t in range(start + 1, last) if where[t][1] != where[t - 1][1] + 1]
+        told = sharding.borders(start, last, 1).tolist()
+        assert set(told) >= set(changes) | set(jumps)
+        if not isinstance(sharding, BalancedChunks | Contiguous):
+            assert told == sorted(set(changes) | set(jumps))
+        else:
+            assert told == sorted({e for e in sharding.edges.tolist() if start < e < last})
+
+
 @given(dealt(), st.integers(1, 40))
 def test_between_borders_a_progression_is_regular(
     drawn: tuple[Sharding, int, int], stride: int
@@ -114,6 +173,25 @@ def test_period_of_each_sharding() -> None:
     assert RoundRobin(2, 1).period == 2
     assert Replicated().period == Contiguous(3, 0, 9).period == BalancedChunks(3, 0, 9).period == 1
     assert isinstance(RoundRobin(4), Sharding)
+    assert not isinstance(4, Sharding)
+
+
+def test_defaults_deal_from_position_zero() -> None:
+    assert RoundRobin(3) == RoundRobin(3, 1)
+    assert Replicated() == Replicated(0, ANY_STOP)
+    assert BalancedChunks(2, stop=4) == BalancedChunks(2, 0, 4, "even", 0)
+    assert Contiguous(2, stop=4) == Contiguous(2, 0, 4)
+    assert BalancedChunks(2) == BalancedChunks(2, 0, 0)
+    assert Contiguous(2) == Contiguous(2, 0, 0)
+
+
+def test_the_end_of_an_unbounded_domain_leaves_room_in_int64() -> None:
+    last = ANY_STOP - 1
+    assert ANY_STOP == 2**62
+    assert int(RoundRobin(2, 4).owner(last)) == last // 4 % 2
+    assert int(RoundRobin(2, 4).local(last)) == last // 8 * 4 + last % 4
+    assert int(Replicated().local(last)) == last
+    assert int(Replicated().local_len(ANY_STOP, 0)) == ANY_STOP
 
 
 def test_golden_round_robin_places() -> None:
@@ -224,9 +302,12 @@ def test_text_forms() -> None:
 
 @pytest.mark.parametrize(
     "sharding",
-    [RoundRobin(3, 2), Replicated(0, 12), Contiguous(3, 0, 12), BalancedChunks(3, 0, 12)],
+    [
+        RoundRobin(3, 2), RoundRobin(3, 1), RoundRobin(1, 4), Replicated(0, 12),
+        Contiguous(3, 0, 12), BalancedChunks(3, 0, 12),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_does_not_exist_is_refused_with_both_numbers(sharding: Sharding) -> None:
     last = sharding.num_shards
     with pytest.raises(LayoutError, match=r"position -1 is outside \[0, "):
@@ -243,8 +324,10 @@ def test_what_does_not_exist_is_refused_with_both_numbers(sharding: Sharding) ->
         sharding.borders(-1, 4, 1)
     with pytest.raises(LayoutError, match=r"tokens \[0, -1\)"):
         sharding.local_len(-1, 0)
-    with pytest.raises(LayoutError):
-        sharding.token(0, -1)
+    with pytest.raises(LayoutError, match="local index -1 "):
+        sharding.token(0, [0, -1, 1])
+    with pytest.raises(LayoutError, match=r"tokens \[5, 4\)"):
+        sharding.borders(5, 4, 1)
     with pytest.raises(LayoutError, match="expected integers, got an array of float64"):
         sharding.owner([0.5])
 
@@ -259,8 +342,8 @@ def test_a_bounded_domain_ends(sharding: Sharding) -> None:
     assert sharding.owner([2, 11]).shape == (2,)
     full = int(sharding.local_len(12, 0))
     assert 2 <= int(sharding.token(0, full - 1)) < 12
-    with pytest.raises(LayoutError, match="outside"):
-        sharding.token(0, full)
+    with pytest.raises(LayoutError, match=rf"local index {full} .*outside \[0, {full}\)"):
+        sharding.token(0, [0, full, full + 3, -1])
     for start, stop in ((2, 13), (1, 12)):
         with pytest.raises(LayoutError, match=r"inside \[2, 12\)"):
             sharding.runs(start, stop)
