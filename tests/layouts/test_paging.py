@@ -16,12 +16,16 @@ from kvflow.layouts.paging import (
     Paged,
     Paging,
     Pool,
+    bytes_of_slots,
+    in_page,
     kernel_slots,
     num_entries,
+    page_of,
     slots_of,
     to_global_slot,
     to_local_slot,
 )
+from kvflow.layouts.record import Piece
 from kvflow.layouts.sharding import RoundRobin
 from kvflow.testing import deal, placements, token_ranges
 
@@ -63,6 +67,29 @@ def test_slots_follow_the_block_table(
 def test_slot_messages_hold_the_index_and_its_entry() -> None:
     with pytest.raises(LayoutError, match=r"local index 9 needs entry 4 of a block table of 2"):
         slots_of(Paged(2), [5, 6], [0, 9])
+
+
+@given(st.integers(1, 9), st.integers(0, 200))
+def test_a_slot_is_its_page_and_its_place_in_it(block_size: int, slot: int) -> None:
+    page, place = divmod(slot, block_size)
+    assert (page_of(slot, block_size), in_page(slot, block_size)) == (page, place)
+    both = page_of(np.array([slot]), block_size), in_page(np.array([slot]), block_size)
+    assert [array.tolist() for array in both] == [[page], [place]]
+
+
+def test_golden_bytes_of_slots() -> None:
+    """Pages of 4 slots, 100 bytes apart; the piece begins at 7, a slot further on every 3 bytes."""
+    piece = Piece(offset=7, stride=3, nbytes=2, record_offset=0)
+    slots = np.array([0, 1, 3, 4, 9])
+    assert bytes_of_slots(slots, 4, 100, piece).tolist() == [7, 10, 16, 107, 210]
+    assert bytes_of_slots(2**40 + 1, 4, 100, piece) == 2**38 * 100 + 10
+
+
+def test_the_first_index_that_the_table_does_not_reach_is_named() -> None:
+    with pytest.raises(LayoutError, match="local index -3 needs entry -2 of a block table of 2"):
+        slots_of(Paged(2), [5, 6], [0, -3, 9])
+    with pytest.raises(LayoutError, match="local index 4 needs entry 2 of a block table of 2"):
+        slots_of(Paged(2), [5, 6], [4, 9, -1])
 
 
 def test_slots_are_exact_beyond_32_bits() -> None:

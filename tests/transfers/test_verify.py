@@ -237,6 +237,70 @@ def test_a_run_across_a_border_or_a_page_is_refused() -> None:
         verify_plan(with_runs(same, steep))
 
 
+def runs_at(*rows: tuple[int, int, int]) -> TransferRuns:
+    """(first token, stride, count) of each run; the token is its own local index on both sides."""
+    token, stride, count = (list(column) for column in zip(*rows, strict=True))
+    still = [0] * len(rows)
+    return TransferRuns(still, still, token, stride, token, stride, token, stride, count)
+
+
+@pytest.mark.parametrize(
+    ("crossing", "rows"),
+    [
+        (1, ((0, 1, 3), (3, 1, 2), (5, 1, 3))),  # the border is the last token of the run
+        (1, ((0, 1, 2), (2, 1, 3), (5, 1, 3))),
+        (0, ((0, 1, 6), (6, 1, 2))),
+        (2, ((0, 1, 1), (1, 1, 1), (2, 1, 6))),
+        (2, ((0, 2, 2), (1, 1, 1), (3, 1, 2), (5, 1, 3))),  # beside a run of another stride
+        (1, ((1, 1, 1), (0, 2, 3), (3, 1, 1), (5, 1, 3))),
+    ],
+)
+def test_a_border_inside_any_run_is_found(
+    crossing: int, rows: tuple[tuple[int, int, int], ...]
+) -> None:
+    """Chunks [0, 4) and [4, 8) of one shard: the places are right, yet 4 is a border."""
+    plan = plan_transfer(whole(8), layout(BalancedChunks(1, 0, 8), 8), (0, 8))
+    rule = (
+        rf"target side of run {crossing} has a border of balanced.* of stride {rows[crossing][1]}"
+    )
+    with pytest.raises(PlanError, match=rule):
+        verify_plan(with_runs(plan, runs_at(*rows)))
+
+
+def test_runs_up_to_a_border_are_lawful() -> None:
+    plan = plan_transfer(whole(8), layout(BalancedChunks(1, 0, 8), 8), (0, 8))
+    verify_plan(with_runs(plan, runs_at((0, 1, 4), (4, 1, 4))))
+    verify_plan(with_runs(plan, runs_at((0, 2, 2), (1, 2, 2), (4, 1, 1), (5, 1, 3))))
+
+
+def test_a_run_that_ends_outside_the_domain_is_refused() -> None:
+    plan = plan_transfer(layout(Replicated(2, 8), 16), whole(16), (2, 8))
+    for token, count in [(1, 7), (2, 7)]:
+        run = one_run(token=token, src_local=token - 2, dst_local=token, count=count)
+        with pytest.raises(PlanError, match=r"source side of run 0 has a token outside replicated"):
+            verify_plan(with_runs(plan, run))
+
+
+def test_a_rank_outside_the_placement_owns_nothing() -> None:
+    """Every token of every shard, read from or written to a rank that no one has."""
+    runs = PART.runs
+    for column, side in (("src_rank", "source"), ("dst_rank", "target")):
+        for i in range(len(runs)):
+            values = getattr(runs, column).copy()
+            values[i] = 7
+            with pytest.raises(PlanError, match=f"{side} side of run {i} has a token its rank"):
+                verify_plan(with_runs(PLAN, evolve(runs, **{column: values})))
+    gaps = plan_transfer(whole(), layout(Placement(RoundRobin(2), ((5,), (2,)))), (0, 8))
+    verify_plan(gaps)
+
+
+def test_the_first_bad_run_is_named() -> None:
+    values = PART.runs.src_local.copy()
+    values[[1, 3]] += 4
+    with pytest.raises(PlanError, match="source side of run 1 has a local index"):
+        verify_plan(with_runs(PLAN, evolve(PART.runs, src_local=values)))
+
+
 def test_the_cover_is_counted_on_every_target_rank() -> None:
     plan = plan_transfer(whole(4), layout(Placement(Replicated(), ((0, 1),)), 4), (4, 8))
     runs = plan.parts[0].runs
