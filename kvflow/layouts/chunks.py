@@ -1,6 +1,7 @@
 """Shardings that deal consecutive chunks of a bounded interval: PCP's balanced chunks, and plain
 contiguous ranges."""
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import numpy as np
@@ -14,33 +15,32 @@ from kvflow.layouts.sharding import (
     Runs,
     as_ints,
     check_interval,
-    check_range,
     interval_text,
     positions_of,
-    positive,
+    range_of,
     shards_of,
 )
+from kvflow.layouts.values import integer, positive
 
 
-class _Chunked:
+class _Chunked(ABC):
     """Shared by the shardings that deal consecutive chunks: chunk k is positions
     ``[edges[k], edges[k+1])``, lies on shard ``chunk_shard[k]`` at local index ``chunk_local[k]``.
     """
 
+    num_shards: int
     start: int
     stop: int
 
     @property
-    def num_shards(self) -> int:
-        raise NotImplementedError
-
-    @property
+    @abstractmethod
     def edges(self) -> Ints:
-        raise NotImplementedError
+        """The borders of the chunks, first to last."""
 
     @property
+    @abstractmethod
     def chunk_shard(self) -> Ints:
-        raise NotImplementedError
+        """The shard of each chunk."""
 
     @property
     def chunk_local(self) -> Ints:
@@ -68,23 +68,28 @@ class _Chunked:
 
     def token(self, shard: IntsLike, local: IntsLike) -> Ints:
         s, j = np.broadcast_arrays(shards_of(self, shard), as_ints(local))
-        if ((j < 0) | (j >= self.local_len(self.stop, s))).any():
-            raise LayoutError(f"local index outside the shard: {j.max()} in {self}")
-        sizes, first, t = np.diff(self.edges), self.chunk_local, np.zeros(s.shape, np.int64)
+        held = self.local_len(self.stop, s)
+        bad = (j < 0) | (j >= held)
+        if bad.any():
+            raise LayoutError(
+                f"local index {int(j[bad][0])} of shard {int(s[bad][0])} is outside "
+                f"[0, {int(held[bad][0])}) in {self}"
+            )
+        first, t = self.chunk_local, np.zeros(s.shape, np.int64)
         for k, owner in enumerate(self.chunk_shard):
-            here = (s == owner) & (j >= first[k]) & (j < first[k] + sizes[k])
+            here = (s == owner) & (j >= first[k])  # what lies beyond, a later chunk sets again
             t[here] = self.edges[k] + j[here] - first[k]
         return t
 
     def local_len(self, length: int, shard: IntsLike) -> Ints:
-        check_range(self, self.start, length)
+        _, length = range_of(self, self.start, length)
         below = np.clip(length - self.edges[:-1], 0, np.diff(self.edges))
         total = np.bincount(self.chunk_shard, below, self.num_shards).astype(np.int64)
         return total[shards_of(self, shard)]
 
     def runs(self, start: int, stop: int) -> Runs:
         """One run for each chunk that meets the range."""
-        check_range(self, start, stop)
+        start, stop = range_of(self, start, stop)
         low, high = np.maximum(self.edges[:-1], start), np.minimum(self.edges[1:], stop)
         kept = np.flatnonzero(low < high)
         local = (self.chunk_local + low - self.edges[:-1])[kept]
@@ -99,7 +104,7 @@ class _Chunked:
         )
 
     def borders(self, start: int, stop: int, stride: int) -> Ints:
-        check_range(self, start, stop)
+        start, stop = range_of(self, start, stop)
         inside = np.unique(self.edges)
         return inside[(inside > start) & (inside < stop)]
 
@@ -118,11 +123,11 @@ class BalancedChunks(_Chunked):
     [3, 3, 2, 2]
     """
 
-    num_shards: int = field(validator=positive)
-    start: int = 0
-    stop: int = 0
+    num_shards: int = field(converter=integer, validator=positive)
+    start: int = field(default=0, converter=integer)
+    stop: int = field(default=0, converter=integer)
     form: Literal["even", "ceil"] = "even"
-    rotate: int = 0
+    rotate: int = field(default=0, converter=integer)
 
     def __attrs_post_init__(self) -> None:
         check_interval(self, self.start, self.stop)
@@ -138,7 +143,9 @@ class BalancedChunks(_Chunked):
             size = -(-q // chunks)
             return self.start + np.minimum(np.arange(chunks + 1, dtype=np.int64) * size, q)
         base, rest = divmod(q, chunks)
-        turn = (np.arange(self.num_shards, dtype=np.int64) - self.rotate) % self.num_shards
+        turn = (
+            np.arange(self.num_shards, dtype=np.int64) - self.rotate % self.num_shards
+        ) % self.num_shards
         late = (turn < rest).astype(np.int64)
         early = (turn + self.num_shards < rest).astype(np.int64)
         sizes = base + np.concatenate([early, late[::-1]])
@@ -160,9 +167,9 @@ class Contiguous(_Chunked):
     """``[start, stop)`` cut into `num_shards` consecutive ranges; sizes differ by at most 1, the
     larger ones first."""
 
-    num_shards: int = field(validator=positive)
-    start: int = 0
-    stop: int = 0
+    num_shards: int = field(converter=integer, validator=positive)
+    start: int = field(default=0, converter=integer)
+    stop: int = field(default=0, converter=integer)
 
     def __attrs_post_init__(self) -> None:
         check_interval(self, self.start, self.stop)

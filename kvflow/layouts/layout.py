@@ -1,6 +1,8 @@
 """KVLayout: spec x token placement x paging, and the bindings that make it concrete."""
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import SupportsIndex
 
 import numpy as np
 from attrs import field, frozen
@@ -8,8 +10,9 @@ from attrs import field, frozen
 from kvflow.errors import LayoutError
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Paging, kernel_slots, num_entries
-from kvflow.layouts.sharding import Ints, IntsLike, as_ints
+from kvflow.layouts.sharding import Ints, IntsLike, frozen_ints
 from kvflow.layouts.spec import KVCacheSpec
+from kvflow.layouts.values import integer, names, tuple_of
 
 
 @frozen
@@ -17,11 +20,19 @@ class CacheGroup:
     """Components that share one block table, and their paging."""
 
     name: str
-    components: tuple[str, ...]
+    components: tuple[str, ...] = field(converter=names)
     paging: Paging
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.paging, Paging):
+            raise LayoutError(f"group {self.name!r}: {self.paging!r} is no paging")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.paging}[{len(self.components)}]"
+
+
+def _groups(groups: Iterable[CacheGroup]) -> tuple[CacheGroup, ...]:
+    return tuple_of(CacheGroup, groups)
 
 
 @frozen
@@ -34,7 +45,7 @@ class KVLayout:
 
     spec: KVCacheSpec
     placement: Placement
-    groups: tuple[CacheGroup, ...]
+    groups: tuple[CacheGroup, ...] = field(converter=_groups)
 
     def __attrs_post_init__(self) -> None:
         placed = [c for g in self.groups for c in g.components]
@@ -73,20 +84,37 @@ class KVLayout:
 
 
 def _tables(tables: Mapping[str, IntsLike]) -> Mapping[str, Ints]:
-    return {name: as_ints(ids) for name, ids in tables.items()}
+    return MappingProxyType({name: frozen_ints(ids) for name, ids in tables.items()})
+
+
+def _counts(counts: Mapping[str, SupportsIndex]) -> Mapping[str, int]:
+    return MappingProxyType({name: integer(n, name) for name, n in counts.items()})
+
+
+def _check_keys(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:
+    wanted = set(wanted)
+    if unknown := sorted(str(name) for name in given.keys() - wanted):
+        raise LayoutError(f"{what}: {unknown} are not of this layout")
+    if missing := sorted(wanted - given.keys()):
+        raise LayoutError(f"{what}: {missing} are missing")
 
 
 @frozen(eq=False)
 class Binding:
     """One request in one cache: the block table of each group (shared by all ranks), the number
-    of blocks its pool has, and how many positions hold valid KV, by component."""
+    of blocks its pool has, and how many positions hold valid KV, by component. All three are
+    read-only copies."""
 
     layout: KVLayout
     tables: Mapping[str, Ints] = field(converter=_tables)
-    num_blocks: Mapping[str, int]
-    lengths: Mapping[str, int]
+    num_blocks: Mapping[str, int] = field(converter=_counts)
+    lengths: Mapping[str, int] = field(converter=_counts)
 
     def __attrs_post_init__(self) -> None:
+        groups = [g.name for g in self.layout.groups]
+        _check_keys("tables by group", self.tables, groups)
+        _check_keys("num_blocks by group", self.num_blocks, groups)
+        _check_keys("lengths by component", self.lengths, self.layout.spec.names)
         for group in self.layout.groups:
             ids, pool = self.tables[group.name], self.num_blocks[group.name]
             if ids.ndim != 1 or (ids.size and not (ids.min() >= 0 and ids.max() < pool)):
@@ -95,13 +123,19 @@ class Binding:
                 )
             if len(np.unique(ids)) != len(ids):
                 raise LayoutError(f"group {group.name}: a block id stands twice in one table")
-            for name in group.components:
-                need = num_entries(self.layout.placement, group.paging, self.lengths[name])
-                if need > len(ids):
-                    raise LayoutError(
-                        f"{name}: {self.lengths[name]} tokens need {need} entries of "
-                        f"{group.paging.block_size}, the table has {len(ids)}"
-                    )
+            self._check_entries(group)
+
+    def _check_entries(self, group: CacheGroup) -> None:
+        entries = len(self.tables[group.name])
+        lengths = {self.lengths[name] for name in group.components}
+        need = {n: num_entries(self.layout.placement, group.paging, n) for n in lengths}
+        for name in group.components:
+            length = self.lengths[name]
+            if need[length] > entries:
+                raise LayoutError(
+                    f"{name}: {length} tokens need {need[length]} entries of "
+                    f"{group.paging.block_size}, the table has {entries}"
+                )
 
     @classmethod
     def of(

@@ -5,13 +5,16 @@ other axes: then it names groups among the ranks those axes already have. PCP 4 
 over it is 4 ranks; PCP 2 x DCP 2 as plain axes is 4 ranks with shard strides of the product.
 """
 
+from collections.abc import Iterable
 from math import prod
+from typing import SupportsIndex
 
 import numpy as np
 from attrs import field, frozen
 
 from kvflow.errors import LayoutError
-from kvflow.layouts.sharding import Ints, IntsLike, Sharding, as_ints, positive
+from kvflow.layouts.sharding import ANY_STOP, Ints, IntsLike, Sharding, as_ints
+from kvflow.layouts.values import integer, items_of, names, positive, tuple_of
 
 
 @frozen
@@ -20,11 +23,19 @@ class Axis:
     along those axes, modulo `size`."""
 
     name: str
-    size: int = field(validator=positive)
-    over: tuple[str, ...] = ()
+    size: int = field(converter=integer, validator=positive)
+    over: tuple[str, ...] = field(default=(), converter=names)
+
+    def __attrs_post_init__(self) -> None:
+        if len(set(self.over)) != len(self.over):
+            raise LayoutError(f"axis {self} folds over an axis twice")
 
     def __str__(self) -> str:
         return f"{self.name}={self.size}" + (f"@{'*'.join(self.over)}" if self.over else "")
+
+
+def _axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    return tuple_of(Axis, axes)
 
 
 @frozen
@@ -36,7 +47,7 @@ class Mesh:
     (8, ((0, 4), (1, 5), (2, 6), (3, 7)))
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[Axis, ...] = field(converter=_axes)
 
     def __attrs_post_init__(self) -> None:
         names = [a.name for a in self.axes]
@@ -65,8 +76,9 @@ class Mesh:
     def coordinate(self, name: str, ranks: IntsLike) -> Ints:
         """Each rank's place on an axis. Raises `LayoutError` for a rank the mesh does not have."""
         r, axis = as_ints(ranks), self[name]
-        if ((r < 0) | (r >= self.num_ranks)).any():
-            raise LayoutError(f"rank {int(r.max())} is not one of the {self.num_ranks} of {self}")
+        bad = (r < 0) | (r >= self.num_ranks)
+        if bad.any():
+            raise LayoutError(f"rank {int(r[bad][0])} is not one of the {self.num_ranks} of {self}")
         if axis.over:
             return self._index(axis.over, r) % axis.size
         plain = [a for a in self.axes if not a.over]
@@ -82,11 +94,25 @@ class Mesh:
         return index
 
     def ranks_by_shard(self, *names: str) -> tuple[tuple[int, ...], ...]:
-        """For every index over the named axes, the ranks that share it (the replicas)."""
+        """For every index over the named axes, the ranks that share it (the replicas). Raises
+        `LayoutError` unless the named axes are independent: none twice, and no two that stand for
+        the same plain axis."""
+        self._check_independent(names)
         ranks = np.arange(self.num_ranks, dtype=np.int64)
         index = self._index(names, ranks)
         size = prod(self[n].size for n in names)
         return tuple(tuple(int(r) for r in ranks[index == s]) for s in range(size))
+
+    def _check_independent(self, names: tuple[str, ...]) -> None:
+        said: dict[str, str] = {}
+        for name in names:
+            for plain in self[name].over or (name,):
+                if plain in said:
+                    raise LayoutError(
+                        f"axes {said[plain]!r} and {name!r} of {self} both deal the ranks of "
+                        f"{plain!r}: name one of them"
+                    )
+                said[plain] = name
 
     def place(self, sharding: Sharding, *names: str) -> "Placement":
         """Deals the shards of `sharding` along the named axes; all other axes replicate."""
@@ -96,12 +122,16 @@ class Mesh:
         return " ".join(map(str, self.axes))
 
 
+def _ranks(groups: Iterable[Iterable[SupportsIndex]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(integer(r, "rank") for r in items_of(group)) for group in items_of(groups))
+
+
 @frozen
 class Placement:
     """A token sharding and, for each shard, the ranks that hold a copy of it."""
 
     sharding: Sharding
-    ranks: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...] = field(converter=_ranks)
 
     def __attrs_post_init__(self) -> None:
         if len(self.ranks) != self.sharding.num_shards:
@@ -114,6 +144,8 @@ class Placement:
             raise LayoutError(
                 f"every shard needs ranks of its own, a rank holds one shard: got {self.ranks}"
             )
+        if not 0 <= min(flat) <= max(flat) < ANY_STOP:
+            raise LayoutError(f"ranks must be at least 0 and below {ANY_STOP}, got {self.ranks}")
 
     @classmethod
     def simple(cls, sharding: Sharding) -> "Placement":

@@ -8,7 +8,8 @@ from attrs import field, frozen
 from kvflow.errors import LayoutError
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.record import Piece
-from kvflow.layouts.sharding import Ints, IntsLike, RoundRobin, as_ints, positive
+from kvflow.layouts.sharding import Ints, IntsLike, RoundRobin, as_ints
+from kvflow.layouts.values import integer, not_negative, positive
 
 A = TypeVar("A", bound=Any)
 
@@ -28,7 +29,7 @@ class Paging(Protocol):
 class Paged:
     """Blocks of a device pool."""
 
-    block_size: int = field(validator=positive)
+    block_size: int = field(converter=integer, validator=positive)
 
     def __str__(self) -> str:
         return f"paged({self.block_size})"
@@ -36,9 +37,10 @@ class Paged:
 
 @frozen
 class Dense:
-    """One block that holds all `capacity` slots: slot = local index. The block table is [0]."""
+    """One block holds all `capacity` slots of a request: its block table has one entry, and that of
+    a cache without other requests is [0], so that slot = local index."""
 
-    capacity: int = field(validator=positive)
+    capacity: int = field(converter=integer, validator=positive)
 
     @property
     def block_size(self) -> int:
@@ -52,7 +54,7 @@ class Dense:
 class Pool:
     """Pages of a host pool; ``block_size=1`` makes it row-granular."""
 
-    block_size: int = field(default=1, validator=positive)
+    block_size: int = field(default=1, converter=integer, validator=positive)
 
     def __str__(self) -> str:
         return f"pool({self.block_size})"
@@ -62,8 +64,8 @@ class Pool:
 class LocalSlot:
     """The place of one token in the pool of `rank`."""
 
-    rank: int
-    index: int
+    rank: int = field(converter=integer, validator=not_negative)
+    index: int = field(converter=integer, validator=not_negative)
 
 
 @frozen
@@ -72,7 +74,7 @@ class GlobalSlot:
     the interleave divides the block size, for then a block id stands for B*W consecutive
     positions (a virtual block)."""
 
-    index: int
+    index: int = field(converter=integer, validator=not_negative)
 
 
 def to_local_slot(slot: GlobalSlot, deal: RoundRobin, paging: Paging) -> LocalSlot:
@@ -140,10 +142,11 @@ def slots_of(paging: Paging, table: IntsLike, local: IntsLike) -> Ints:
     index that the table does not reach."""
     ids, index = as_ints(table), as_ints(local)
     entry = page_of(index, paging.block_size)
-    if index.size and not (int(index.min()) >= 0 and int(entry.max()) < len(ids)):
+    bad = (index < 0) | (entry >= len(ids))
+    if bad.any():
         raise LayoutError(
-            f"local index {int(index.max() if index.min() >= 0 else index.min())} needs entry "
-            f"{int(entry.max())} of a block table of {len(ids)} entries of {paging.block_size}"
+            f"local index {int(index[bad][0])} needs entry {int(entry[bad][0])} "
+            f"of a block table of {len(ids)} entries of {paging.block_size}"
         )
     return ids[entry] * paging.block_size + in_page(index, paging.block_size)
 

@@ -6,11 +6,13 @@ field's tokens adjacent (all values of the page first, then all scales). Everyth
 bytes asks the record for its `pieces`; nothing else knows an arrangement.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 from attrs import field, frozen
 
 from kvflow.errors import LayoutError
+from kvflow.layouts.values import integer, positive, tuple_of
 
 DTYPE_NBYTES = {
     "uint8": 1,
@@ -29,19 +31,13 @@ Arrangement = Literal["row", "planar"]
 KVDType = Literal["fp8", "bfloat16", "float32", "float64"]
 
 
-def _positive(instance: object, attribute: object, value: int) -> None:
-    if value < 1:
-        name = getattr(attribute, "name", "value")
-        raise LayoutError(f"{type(instance).__name__}.{name} = {value}, must be at least 1")
-
-
 @frozen
 class Field:
     """`num_elements` values of `dtype`, contiguous, belonging to one token."""
 
     name: str
     dtype: str
-    num_elements: int = field(validator=_positive)
+    num_elements: int = field(converter=integer, validator=positive)
 
     def __attrs_post_init__(self) -> None:
         if self.dtype not in DTYPE_NBYTES:
@@ -67,6 +63,10 @@ class Piece:
     record_offset: int
 
 
+def _fields(fields: Iterable[Field]) -> tuple[Field, ...]:
+    return tuple_of(Field, fields)
+
+
 @frozen
 class Record:
     """One token's bytes in one component.
@@ -77,7 +77,7 @@ class Record:
     8448
     """
 
-    fields: tuple[Field, ...]
+    fields: tuple[Field, ...] = field(converter=_fields)
     arrangement: Arrangement = "row"
 
     def __attrs_post_init__(self) -> None:
@@ -139,7 +139,7 @@ def latent_record(kv_dtype: KVDType, *, latent_rank: int, rope_dim: int) -> Reco
     R + 4*ceil(R/128) + 2*dr (656 for GLM-5.3). Other dtypes store R latent and dr rope values.
     """
     if kv_dtype == "fp8":
-        scales = -(-latent_rank // SCALE_GROUP)
+        scales = -(-integer(latent_rank, "latent_rank") // SCALE_GROUP)
         fields = [
             Field("latent", "float8_e4m3fn", latent_rank),
             Field("scale", "float32", scales),

@@ -8,13 +8,14 @@ stride, an arithmetic progression of positions with that stride stays on one sha
 indices form an arithmetic progression too. The planner needs nothing else about a sharding.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
 from kvflow.errors import LayoutError
+from kvflow.layouts.values import integer, positive
 
 Ints = npt.NDArray[np.int64]
 IntsLike = npt.ArrayLike
@@ -83,18 +84,14 @@ class Sharding(Protocol):
         ...
 
 
-def positive(instance: object, attribute: object, value: int) -> None:
-    if value < 1:
-        name = getattr(attribute, "name", "value")
-        raise LayoutError(f"{type(instance).__name__}.{name} = {value}, must be at least 1")
-
-
-def check_range(sharding: Sharding, start: int, stop: int) -> None:
+def range_of(sharding: Sharding, start: SupportsIndex, stop: SupportsIndex) -> tuple[int, int]:
+    start, stop = integer(start, "start"), integer(stop, "stop")
     if not sharding.start <= start <= stop <= sharding.stop:
         raise LayoutError(
             f"tokens [{start}, {stop}) are not a range inside "
             f"[{sharding.start}, {sharding.stop}) of {sharding}"
         )
+    return start, stop
 
 
 def positions_of(sharding: Sharding, positions: IntsLike) -> Ints:
@@ -122,7 +119,21 @@ def as_ints(values: IntsLike) -> Ints:
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise LayoutError(f"expected integers, got an array of {array.dtype}")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
+        raise LayoutError(f"expected integers below 2**63, got {int(array.max())}")
     return array.astype(np.int64)
+
+
+def frozen_ints(values: IntsLike) -> Ints:
+    """A read-only copy. An int64 array that owns its memory and is read-only already is taken as
+    it is."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int64:
+        own: Ints = values
+        if own.flags.owndata and not own.flags.writeable:
+            return own
+    array = as_ints(values)
+    array.setflags(write=False)
+    return array
 
 
 def _no_borders() -> Ints:
@@ -139,8 +150,12 @@ class RoundRobin:
     (4, 24)
     """
 
-    num_shards: int = field(validator=positive)
-    interleave: int = field(default=1, validator=positive)
+    num_shards: int = field(converter=integer, validator=positive)
+    interleave: int = field(default=1, converter=integer, validator=positive)
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_shards * self.interleave > ANY_STOP:
+            raise LayoutError(f"{self} deals rounds of more than {ANY_STOP} positions")
 
     @property
     def start(self) -> int:
@@ -162,20 +177,26 @@ class RoundRobin:
         return t // (self.num_shards * i) * i + t % i
 
     def token(self, shard: IntsLike, local: IntsLike) -> Ints:
-        s, j, i = shards_of(self, shard), as_ints(local), self.interleave
+        s, j = np.broadcast_arrays(shards_of(self, shard), as_ints(local))
+        i = self.interleave
         if (j < 0).any():
-            raise LayoutError(f"local index {int(j.min())} is negative in {self}")
-        return (j // i * self.num_shards + s) * i + j % i
+            raise LayoutError(f"local index {int(j.min())} is below 0 in {self}")
+        if (beyond := j >= self.local_len(ANY_STOP, s)).any():
+            raise LayoutError(
+                f"local index {int(j[beyond].max())} is a position of {ANY_STOP} or more in {self}"
+            )
+        t: Ints = (j // i * self.num_shards + s) * i + j % i
+        return t
 
     def local_len(self, length: int, shard: IntsLike) -> Ints:
-        check_range(self, 0, length)
+        _, length = range_of(self, 0, length)
         i = self.interleave
         rounds, rest = divmod(length, self.num_shards * i)
         return rounds * i + np.clip(rest - shards_of(self, shard) * i, 0, i)
 
     def runs(self, start: int, stop: int) -> Runs:
         """One strided run a shard at I = 1, else one run for each interleave unit touched."""
-        check_range(self, start, stop)
+        start, stop = range_of(self, start, stop)
         if self.interleave == 1 or self.num_shards == 1:
             stride = self.num_shards if self.interleave == 1 else 1
             first = start + np.arange(min(stride, stop - start), dtype=np.int64)
@@ -190,7 +211,7 @@ class RoundRobin:
         return Runs(shard[order], first[order], strides, local[order], count[order])
 
     def borders(self, start: int, stop: int, stride: int) -> Ints:
-        check_range(self, start, stop)
+        start, stop = range_of(self, start, stop)
         if stride % self.period == 0:
             return _no_borders()
         i = self.interleave
@@ -204,8 +225,8 @@ class RoundRobin:
 class Replicated:
     """One shard that holds every position of ``[start, stop)``; each of its ranks has a copy."""
 
-    start: int = 0
-    stop: int = ANY_STOP
+    start: int = field(default=0, converter=integer)
+    stop: int = field(default=ANY_STOP, converter=integer)
 
     def __attrs_post_init__(self) -> None:
         check_interval(self, self.start, self.stop)
@@ -225,19 +246,26 @@ class Replicated:
         return positions_of(self, positions) - self.start
 
     def token(self, shard: IntsLike, local: IntsLike) -> Ints:
-        return positions_of(self, shards_of(self, shard) + as_ints(local) + self.start)
+        s, j = np.broadcast_arrays(shards_of(self, shard), as_ints(local))
+        bad = (j < 0) | (j >= self.stop - self.start)
+        if bad.any():
+            raise LayoutError(
+                f"local index {int(j[bad][0])} is outside [0, {self.stop - self.start}) in {self}"
+            )
+        t: Ints = s + j + self.start
+        return t
 
     def local_len(self, length: int, shard: IntsLike) -> Ints:
-        check_range(self, self.start, length)
+        _, length = range_of(self, self.start, length)
         return np.full_like(shards_of(self, shard), length - self.start)
 
     def runs(self, start: int, stop: int) -> Runs:
-        check_range(self, start, stop)
-        one = np.ones(min(1, stop - start), np.int64)
-        return Runs(0 * one, start * one, one, (start - self.start) * one, (stop - start) * one)
+        start, stop = range_of(self, start, stop)
+        columns = (0, start, 1, start - self.start, stop - start)
+        return Runs(*(np.full(min(1, stop - start), value, np.int64) for value in columns))
 
     def borders(self, start: int, stop: int, stride: int) -> Ints:
-        check_range(self, start, stop)
+        start, stop = range_of(self, start, stop)
         return _no_borders()
 
     def __str__(self) -> str:

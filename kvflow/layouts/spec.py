@@ -1,12 +1,13 @@
 """KVCacheSpec: which components a model caches, in which records."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
 
 from attrs import field, frozen
 
 from kvflow.errors import LayoutError
 from kvflow.layouts.record import Arrangement, KVDType, Record, index_record, latent_record
+from kvflow.layouts.values import integer, items_of, not_negative, tuple_of
 
 Kind = Literal["latent", "indexer"]
 Part = Literal["main", "mtp"]
@@ -17,13 +18,28 @@ class Component:
     """One cached tensor of one layer. `layer_id` is absolute: MTP layers follow the main ones."""
 
     kind: Kind
-    layer_id: int
+    layer_id: int = field(converter=integer, validator=not_negative)
     record: Record
     part: Part = "main"
+
+    def __attrs_post_init__(self) -> None:
+        for value, known in ((self.kind, get_args(Kind)), (self.part, get_args(Part))):
+            if value not in known:
+                raise LayoutError(f"layer {self.layer_id}: {value!r} must be one of {known}")
 
     @property
     def name(self) -> str:
         return f"{self.kind}.{self.layer_id}"
+
+
+def _components(components: Iterable[Component]) -> tuple[Component, ...]:
+    return tuple_of(Component, components)
+
+
+def _content(content: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    pairs = tuple((key, value) for key, value in items_of(content))
+    tuple_of(str, [text for pair in pairs for text in pair])
+    return pairs
 
 
 @frozen
@@ -38,14 +54,16 @@ class KVCacheSpec:
     (54728, 101, 3502592)
     """
 
-    components: tuple[Component, ...]
-    content: tuple[tuple[str, str], ...] = field(default=())
+    components: tuple[Component, ...] = field(converter=_components)
+    content: tuple[tuple[str, str], ...] = field(default=(), converter=_content)
 
     def __attrs_post_init__(self) -> None:
         names = [c.name for c in self.components]
         if len(set(names)) != len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
             raise LayoutError(f"components named twice: {twice}")
+        if len(dict(self.content)) != len(self.content):
+            raise LayoutError(f"content fields named twice: {[key for key, _ in self.content]}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,12 +102,12 @@ class KVCacheSpec:
         """From the fields of an HF ``glm_moe_dsa`` config: a latent row per layer, an indexer key
         per "full" layer, and both for each of the ``num_nextn_predict_layers`` MTP layers."""
         R, dr, di = (  # noqa: N806 - the field's symbols
-            int(config[k]) for k in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
+            _whole(config, k, 1) for k in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
         )
         latent = latent_record(kv_dtype, latent_rank=R, rope_dim=dr)
         key = index_record(kv_dtype, index_dim=di, arrangement=index_arrangement)
-        num_layers = int(config["num_hidden_layers"])
-        num_mtp = int(config.get("num_nextn_predict_layers") or 0)
+        num_layers = _whole(config, "num_hidden_layers", 0)
+        num_mtp = _whole(config, "num_nextn_predict_layers", 0, default=0)
         full = full_index_layers(config)
         components = []
         for i in range(num_layers + num_mtp):
@@ -118,16 +136,16 @@ def full_index_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     ...                    "index_skip_topk_offset": 2})
     (True, True, False, False, True)
     """
-    n = int(config["num_hidden_layers"])
+    n = _whole(config, "num_hidden_layers", 0)
     spellings: dict[str, tuple[bool, ...]] = {}
-    if types := config.get("indexer_types"):
-        spellings["indexer_types"] = tuple(t == "full" for t in types)
-    if pattern := config.get("index_topk_pattern"):
-        spellings["index_topk_pattern"] = tuple(t in ("F", "full") for t in pattern)
-    if freq := config.get("index_topk_freq"):
-        offset = int(config.get("index_skip_topk_offset") or 0)
+    for key in ("indexer_types", "index_topk_pattern"):
+        if config.get(key) is not None:
+            spellings[key] = _read_spelling(key, config[key])
+    if config.get("index_topk_freq") is not None:
+        freq = _whole(config, "index_topk_freq", 1)
+        offset = _whole(config, "index_skip_topk_offset", 0, default=0)
         spellings["index_topk_freq"] = tuple(
-            max(layer - offset + 1, 0) % int(freq) == 0 for layer in range(n)
+            max(layer - offset + 1, 0) % freq == 0 for layer in range(n)
         )
     if not spellings:
         return (True,) * n
@@ -144,6 +162,25 @@ def full_index_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     if n and not full[0]:
         raise LayoutError(f"{first} makes layer 0 shared, but no layer before it owns a top-k")
     return full
+
+
+_FULL = {"full": True, "F": True, "shared": False, "S": False}
+
+
+def _read_spelling(key: str, words: Iterable[Any]) -> tuple[bool, ...]:
+    for i, word in enumerate(words if isinstance(words, str) else items_of(words)):
+        if not isinstance(word, str) or word not in _FULL:
+            raise LayoutError(f"{key}[{i}] is {word!r}, must be one of {list(_FULL)}")
+    return tuple(_FULL[word] for word in words)
+
+
+def _whole(config: Mapping[str, Any], key: str, low: int, default: int | None = None) -> int:
+    """A number of the config, which is no fraction and at least `low`."""
+    value: Any = config.get(key)
+    number = integer(default if value is None else value, key)  # type: ignore[arg-type]
+    if number < low:
+        raise LayoutError(f"{key} is {number}, must be at least {low}")
+    return number
 
 
 def _full_ids(full: tuple[bool, ...]) -> list[int]:

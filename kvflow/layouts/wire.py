@@ -42,17 +42,18 @@ def layout_to_wire(layout: KVLayout) -> dict[str, Any]:
 
 def layout_from_wire(data: dict[str, Any]) -> KVLayout:
     """The inverse of `layout_to_wire`. Raises `LayoutError` for another form or unlawful data."""
-    if data.get("form") != FORM:
+    if not isinstance(data, dict):
+        raise LayoutError(f"a layout is a dict, got {type(data).__name__}")
+    if type(data.get("form")) is not int or data["form"] != FORM:
         raise LayoutError(f"layout has wire form {data.get('form')!r}, this side reads {FORM}")
     try:
-        content = tuple((str(key), str(value)) for key, value in data["content"])
+        content = tuple((key, value) for key, value in data["content"])
         spec = KVCacheSpec(tuple(map(_component_from_wire, data["components"])), content)
-        ranks = tuple(tuple(int(r) for r in group) for group in data["ranks"])
         groups = tuple(
-            CacheGroup(g["name"], tuple(g["components"]), _kind_from_wire(g["paging"]))
+            CacheGroup(g["name"], g["components"], _kind_from_wire(g["paging"]))
             for g in data["groups"]
         )
-        return KVLayout(spec, Placement(_kind_from_wire(data["sharding"]), ranks), groups)
+        return KVLayout(spec, Placement(_kind_from_wire(data["sharding"]), data["ranks"]), groups)
     except LayoutError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -6,26 +6,31 @@ all components of a part; bytes appear only when the plan is lowered.
 """
 
 import hashlib
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
-from attrs import field, fields, frozen
+from attrs import field, fields, frozen, has
 
 from kvflow.errors import PlanError
 from kvflow.layouts.layout import KVLayout
-from kvflow.layouts.sharding import Ints, as_ints
+from kvflow.layouts.sharding import Ints, frozen_ints
+from kvflow.layouts.spec import KVCacheSpec
+from kvflow.layouts.values import integer, names, tuple_of
 
 
 def _column(values: object) -> Ints:
-    return as_ints(values)  # type: ignore[arg-type]
+    return frozen_ints(values)  # type: ignore[arg-type]
 
 
 @frozen(eq=False)
 class TransferRuns:
     """Run i moves `count[i]` tokens: token ``token + k*token_stride`` lies at local index
     ``src_local + k*src_stride`` of `src_rank` and goes to ``dst_local + k*dst_stride`` of
-    `dst_rank`. Neither side of a run leaves its page. int64 columns of equal length."""
+    `dst_rank`. Neither side of a run leaves its page. Columns are read-only int64 vectors of equal
+    length: copies, but for arrays that own their memory and are read-only already."""
 
     src_rank: Ints = field(converter=_column)
     dst_rank: Ints = field(converter=_column)
@@ -58,7 +63,14 @@ class TransferRuns:
 
     def take(self, index: Ints | npt.NDArray[np.bool_]) -> "TransferRuns":
         """The runs that a mask or index array selects."""
-        return TransferRuns(*(column[index] for column in self.columns))
+        return TransferRuns.of_fresh(*(column[index] for column in self.columns))
+
+    @classmethod
+    def of_fresh(cls, *columns: Ints) -> "TransferRuns":
+        """Of arrays that nobody else holds: they become read-only in place of being copied."""
+        for column in columns:
+            column.setflags(write=False)
+        return cls(*columns)
 
 
 @frozen(eq=False)
@@ -67,32 +79,45 @@ class PlanPart:
 
     src_group: str
     dst_group: str
-    components: tuple[str, ...]
-    start: int
-    stop: int
+    components: tuple[str, ...] = field(converter=names)
+    start: int = field(converter=integer)
+    stop: int = field(converter=integer)
     runs: TransferRuns
+
+
+def _parts(parts: Iterable[PlanPart]) -> tuple[PlanPart, ...]:
+    return tuple_of(PlanPart, parts)
+
+
+def _tokens(tokens: tuple[SupportsIndex, SupportsIndex]) -> tuple[int, int]:
+    start, stop = tokens
+    return integer(start, "start"), integer(stop, "stop")
 
 
 @frozen(eq=False)
 class Plan:
-    """Moves tokens from `src` to `dst`. Components in `absent` are deliberately not moved."""
+    """Moves `tokens` = ``(start, stop)`` from `src` to `dst`; by default those of the first part.
+    Components in `absent` are deliberately not moved."""
 
     src: KVLayout
     dst: KVLayout
-    parts: tuple[PlanPart, ...]
-    absent: tuple[str, ...] = ()
+    parts: tuple[PlanPart, ...] = field(converter=_parts)
+    absent: tuple[str, ...] = field(default=(), converter=names)
+    tokens: tuple[int, int] = field(converter=_tokens)
+
+    @tokens.default
+    def _of_first_part(self) -> tuple[int, int]:
+        return (self.parts[0].start, self.parts[0].stop) if self.parts else (0, 0)
 
     @cached_property
     def digest(self) -> str:
         """sha256 (hex) of everything the plan says: equal plans, equal digests, on any machine."""
+        absent = tuple(sorted(self.absent))
+        specs = dict.fromkeys((self.src.spec, self.dst.spec))  # one, if they are equal
+        sides = [(side.placement, side.groups) for side in (self.src, self.dst)]
+        said = (*sides, tuple(map(_spec, specs)), self.tokens, absent, self.parts)
         h = hashlib.sha256()
-        for text in (str(self.src), str(self.dst), *_spec_lines(self), *sorted(self.absent)):
-            h.update(text.encode() + b"\0")
-        for part in self.parts:
-            head = (part.src_group, part.dst_group, *part.components, part.start, part.stop)
-            h.update(repr(head).encode() + b"\0")
-            for column in part.runs.columns:
-                h.update(np.ascontiguousarray(column, dtype="<i8").tobytes() + b"\0")
+        _tell(h.update, said)
         return h.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -123,9 +148,30 @@ class Plan:
         return sum(len(part.runs) for part in self.parts)
 
 
-def _spec_lines(plan: Plan) -> list[str]:
-    lines = []
-    for spec in (plan.src.spec, plan.dst.spec):
-        lines += [f"{c.name} {c.part} {c.record}" for c in spec.components]
-        lines += [f"{key}={value}" for key, value in spec.content]
-    return lines
+def _spec(spec: KVCacheSpec) -> tuple[object, ...]:
+    """A spec in few words: its records once, and which one each component has."""
+    records = {record: i for i, record in enumerate({c.record: None for c in spec.components})}
+    components = [(c.kind, c.layer_id, c.part, records[c.record]) for c in spec.components]
+    return tuple(records), tuple(components), spec.content
+
+
+def _tell(say: Callable[[bytes | memoryview], None], value: object) -> None:
+    """Says a value in a form in which different values differ: kind, length, then content."""
+    match value:
+        case str():
+            text = value.encode("utf-8", "surrogatepass")
+            say(b"s%d:%b" % (len(text), text))
+        case int():
+            say(b"i%d;" % value)
+        case tuple():
+            say(b"t%d:" % len(value))
+            for member in value:
+                _tell(say, member)
+        case np.ndarray():
+            say(b"a%d:" % len(value))
+            say(np.ascontiguousarray(value, dtype="<i8").data)
+        case _:
+            kind = type(value)
+            members = [getattr(value, f.name) for f in fields(kind)] if has(kind) else [str(value)]
+            say(b"v")
+            _tell(say, (kind.__name__, *members))

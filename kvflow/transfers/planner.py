@@ -13,12 +13,13 @@ from math import lcm
 import numpy as np
 from attrs import evolve, frozen
 
-from kvflow.errors import ContentMismatch, PlanError
 from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints, Sharding
+from kvflow.layouts.values import integer
+from kvflow.transfers.claims import check_components, check_content, check_tokens
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
 
@@ -38,17 +39,12 @@ def plan_transfer(
     be named in `absent`. Raises `ContentMismatch` if bytes on the two sides differ in meaning, and
     `PlanError` for a range outside either layout or a component that is neither moved nor absent.
     """
-    start, stop = tokens
+    start, stop = (integer(t, "a token") for t in tokens)
     absent = tuple(sorted(set(absent)))
     moved = _moved(src, dst, components, absent)
-    _check_content(src, dst, moved)
-    for side, layout in (("source", src), ("target", dst)):
-        domain = layout.placement.sharding
-        if not domain.start <= start <= stop <= domain.stop:
-            raise PlanError(
-                f"tokens [{start}, {stop}) must be a range inside the {side}'s "
-                f"[{domain.start}, {domain.stop})"
-            )
+    check_components(src, dst, moved, absent)
+    check_content(src, dst, moved)
+    check_tokens(src, dst, (start, stop))
     runs_of_paging: dict[tuple[int, int], TransferRuns] = {}
     parts = []
     for sg in src.groups:
@@ -60,41 +56,15 @@ def plan_transfer(
             if sizes not in runs_of_paging:
                 runs_of_paging[sizes] = _runs(src.placement, dst.placement, start, stop, sizes)
             parts.append(PlanPart(sg.name, dg.name, shared, start, stop, runs_of_paging[sizes]))
-    return Plan(src, dst, tuple(parts), absent)
+    return Plan(src, dst, tuple(parts), absent, (start, stop))
 
 
 def _moved(
     src: KVLayout, dst: KVLayout, components: Iterable[str] | None, absent: tuple[str, ...]
 ) -> set[str]:
-    here, there = set(src.spec.names), set(dst.spec.names)
-    if unknown := sorted(set(absent) - (here | there)):
-        raise PlanError(f"absent names {unknown}, which neither side declares")
-    moved = set(components) if components is not None else (here & there) - set(absent)
-    if unknown := sorted(moved - (here & there)):
-        raise PlanError(f"components {unknown} are not declared by both sides")
-    if both := sorted(moved & set(absent)):
-        raise PlanError(f"components {both} are to be moved and absent at once")
-    if forgotten := sorted((here | there) - moved - set(absent)):
-        raise PlanError(
-            f"components {forgotten} are neither moved nor named absent "
-            f"(source declares {len(here)}, target {len(there)})"
-        )
-    return moved
-
-
-def _check_content(src: KVLayout, dst: KVLayout, moved: set[str]) -> None:
-    mine, theirs = dict(src.spec.content), dict(dst.spec.content)
-    for key in sorted(mine | theirs):
-        if mine.get(key) != theirs.get(key):
-            raise ContentMismatch(
-                f"content field {key!r}: source has {mine.get(key)!r}, target {theirs.get(key)!r}"
-            )
-    for name in sorted(moved):
-        a, b = src.spec[name], dst.spec[name]
-        if (a.part, a.record.fields) != (b.part, b.record.fields):
-            raise ContentMismatch(
-                f"component {name}: source stores {a.part} {a.record}, target {b.part} {b.record}"
-            )
+    if components is not None:
+        return set(components)
+    return (set(src.spec.names) & set(dst.spec.names)) - set(absent)
 
 
 @frozen(eq=False)
@@ -173,7 +143,7 @@ def _split(pieces: _Pieces, m: int, local: Ints, stride: Ints, block_size: int) 
     begin: Ints = np.where(
         crowded[source], np.maximum(-((at - page_start) // np.maximum(step, 1)), 0), nth
     )
-    end = np.append(begin[1:], 0)
+    end = np.roll(begin, -1)
     is_last = nth == num_pages[source] - 1
     end[is_last] = pieces.count[source][is_last]
     return evolve(
@@ -202,7 +172,7 @@ def _on_ranks(pieces: _Pieces, m: int, src: Placement, dst: Placement) -> Transf
     def stride(values: Ints | int) -> Ints:
         return np.where(several, values, 1)
 
-    return TransferRuns(
+    return TransferRuns.of_fresh(
         src_rank[order],
         dst_rank[order],
         pieces.token[source],
@@ -216,8 +186,7 @@ def _on_ranks(pieces: _Pieces, m: int, src: Placement, dst: Placement) -> Transf
 
 
 def _pick(ranks: tuple[tuple[int, ...], ...], shard: Ints, replica: Ints) -> Ints:
-    width = max((len(group) for group in ranks), default=1)
-    table = np.full((len(ranks), width), -1, np.int64)
+    table = np.zeros((len(ranks), max(map(len, ranks))), np.int64)
     for s, group in enumerate(ranks):
         table[s, : len(group)] = group
     return table[shard, replica]
@@ -235,6 +204,6 @@ def _spread(ranks: tuple[tuple[int, ...], ...], shard: Ints, reader: Ints, count
         for n, r in enumerate(np.unique(reader[shard == s])):
             mine = np.flatnonzero((shard == s) & (reader == r))
             before = np.cumsum(count[mine]) - count[mine]
-            share = before * sizes[s] // max(int(count[mine].sum()), 1)
+            share = before * sizes[s] // count[mine].sum()
             replica[mine] = (share + n) % sizes[s]
     return _pick(ranks, shard, replica)

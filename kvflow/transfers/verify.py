@@ -14,7 +14,8 @@ from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import page_of
-from kvflow.layouts.sharding import Ints
+from kvflow.layouts.sharding import ANY_STOP, Ints, Sharding
+from kvflow.transfers.claims import check_components, check_content, check_tokens
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
 
@@ -25,10 +26,17 @@ def verify_plan(plan: Plan, src: Binding | None = None, dst: Binding | None = No
     block tables reach every local index that the plan uses.
     """
     _verify_components(plan)
+    check_tokens(plan.src, plan.dst, plan.tokens)
+    for name, side, binding in (("source", plan.src, src), ("target", plan.dst, dst)):
+        if binding is not None and binding.layout != side:
+            raise PlanError(f"the {name} binding is of another layout: {binding.layout}")
     for part in plan.parts:
         src_group = plan.src.group(part.src_group)
         dst_group = plan.dst.group(part.dst_group)
         runs = part.runs
+        _verify_domain("source", plan.src.placement.sharding, runs, runs.src_stride)
+        _verify_domain("target", plan.dst.placement.sharding, runs, runs.dst_stride)
+        _verify_within(part)
         _verify_side(
             "source", plan.src.placement, src_group.paging.block_size,
             runs, runs.src_rank, runs.src_local, runs.src_stride,
@@ -43,9 +51,6 @@ def verify_plan(plan: Plan, src: Binding | None = None, dst: Binding | None = No
             _verify_table("source", src, part.src_group, runs.src_local, runs)
         if dst is not None:
             _verify_table("target", dst, part.dst_group, runs.dst_local, runs)
-    for name, side, binding in (("source", plan.src, src), ("target", plan.dst, dst)):
-        if binding is not None and binding.layout != side:
-            raise PlanError(f"the {name} binding is of another layout: {binding.layout}")
 
 
 def _verify_components(plan: Plan) -> None:
@@ -54,16 +59,23 @@ def _verify_components(plan: Plan) -> None:
         raise PlanError(
             f"components moved twice: {sorted({c for c in moved if moved.count(c) > 1})}"
         )
-    declared = set(plan.src.spec.names) | set(plan.dst.spec.names)
-    if missing := sorted(declared - set(moved) - set(plan.absent)):
-        raise PlanError(f"components {missing} are neither moved nor named absent")
     for part in plan.parts:
         _verify_group("source", plan.src, part.src_group, part)
         _verify_group("target", plan.dst, part.dst_group, part)
+        if (part.start, part.stop) != plan.tokens:
+            raise PlanError(
+                f"a part moves tokens [{part.start}, {part.stop}), the plan is for "
+                f"[{plan.tokens[0]}, {plan.tokens[1]})"
+            )
+    check_components(plan.src, plan.dst, moved, plan.absent)
+    check_content(plan.src, plan.dst, moved)
 
 
 def _verify_group(side: str, layout: KVLayout, group: str, part: PlanPart) -> None:
-    if foreign := sorted(set(part.components) - set(layout.group(group).components)):
+    groups = {g.name: g.components for g in layout.groups}
+    if group not in groups:
+        raise PlanError(f"the {side} has no group {group!r}, its groups are {list(groups)}")
+    if foreign := sorted(set(part.components) - set(groups[group])):
         raise PlanError(f"{foreign} are not in the {side}'s group {group!r}")
 
 
@@ -80,11 +92,9 @@ def _verify_side(
     if not len(runs):
         return
     sharding = placement.sharding
-    last = runs.token + runs.token_stride * (runs.count - 1)
+    last = _last(runs)
     last_local = local + stride * (runs.count - 1)
     fail = _failer(side, runs)
-    fail((runs.token_stride < 1) | (stride < 1), "a stride below 1")
-    fail((runs.token < sharding.start) | (last >= sharding.stop), f"a token outside {sharding}")
     for step in np.unique(runs.token_stride):
         mine = (runs.token_stride == step) & (runs.count > 1)
         if mine.any():
@@ -94,16 +104,38 @@ def _verify_side(
                 borders, runs.token, "right"
             )
             fail(mine & (crossed > 0), f"a border of {sharding} inside a run of stride {step}")
-    shard_of_rank = np.full(max(*placement.all_ranks, int(rank.max())) + 1, -1, np.int64)
-    for shard, group in enumerate(placement.ranks):
-        shard_of_rank[list(group)] = shard
+    shard = _shard_of(placement, rank)
     fail(rank < 0, "a rank below 0")
-    fail(sharding.owner(runs.token) != shard_of_rank[rank], "a token its rank does not own")
-    fail(sharding.owner(last) != shard_of_rank[rank], "a last token its rank does not own")
+    fail(sharding.owner(runs.token) != shard, "a token its rank does not own")
+    fail(sharding.owner(last) != shard, "a last token its rank does not own")
     fail(sharding.local(runs.token) != local, "a local index that holds another token")
     fail(sharding.local(last) != last_local, "a stride that ends on another token")
     left = page_of(local, block_size) != page_of(last_local, block_size)
     fail(left, f"a page border (page: {block_size})")
+
+
+def _last(runs: TransferRuns) -> Ints:
+    return runs.token + runs.token_stride * (runs.count - 1)
+
+
+def _shard_of(placement: Placement, rank: Ints) -> Ints:
+    """The shard that each rank holds, -1 for ranks outside the placement."""
+    groups = placement.ranks
+    ranks = np.array([r for group in groups for r in group], np.int64)
+    shards = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    order = np.argsort(ranks)
+    at = np.minimum(np.searchsorted(ranks[order], rank), len(ranks) - 1)
+    return np.where(ranks[order][at] == rank, shards[order][at], -1)
+
+
+def _verify_domain(side: str, sharding: Sharding, runs: TransferRuns, stride: Ints) -> None:
+    """Every token of every run is in the domain, and no index leaves 64 bits."""
+    fail = _failer(side, runs)
+    fail((runs.token_stride < 1) | (stride < 1), "a stride below 1")
+    too_far = np.maximum(runs.token_stride, stride) > ANY_STOP // runs.count
+    fail(too_far, f"a token or a local index of {ANY_STOP} or more")
+    outside = (runs.token < sharding.start) | (runs.token >= sharding.stop)
+    fail(outside | (_last(runs) >= sharding.stop), f"a token outside {sharding}")
 
 
 def _failer(side: str, runs: TransferRuns) -> Callable[[np.ndarray, str], None]:
@@ -132,15 +164,17 @@ def _verify_cover(dst: Placement, part: PlanPart) -> None:
                     f"[{part.start}, {part.stop}), needs {int(wanted[shard])}"
                 )
             _verify_disjoint(rank, mine)
-            _verify_within(rank, mine, part)
 
 
-def _verify_within(rank: int, runs: TransferRuns, part: PlanPart) -> None:
-    last = runs.token + runs.token_stride * (runs.count - 1)
-    if len(runs) and (runs.token.min() < part.start or last.max() >= part.stop):
+def _verify_within(part: PlanPart) -> None:
+    runs, last = part.runs, _last(part.runs)
+    outside = (runs.token < part.start) | (last >= part.stop)
+    if outside.any():
+        rank = int(runs.dst_rank[outside][0])
+        mine = runs.dst_rank == rank
         raise PlanError(
-            f"target rank {rank} is written tokens {int(runs.token.min())}..{int(last.max())}, "
-            f"outside [{part.start}, {part.stop})"
+            f"target rank {rank} is written tokens {int(runs.token[mine].min())}.."
+            f"{int(last[mine].max())}, outside [{part.start}, {part.stop})"
         )
 
 

@@ -5,13 +5,13 @@ rank's door to ranks in other processes: it exports its cache, connects to the e
 and pulls bound plans from them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Protocol
 
 import torch
 from attrs import frozen
 
-from kvflow.errors import LayoutError
+from kvflow.errors import LayoutError, PlanError
 from kvflow.kernels.rows import PageView
 from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.lower import BoundPlan, PageGeometry
@@ -76,6 +76,15 @@ class TransferReport:
     num_parts: int = 0
 
 
+def require_caches(bound: BoundPlan, sources: Container[int], targets: Container[int]) -> None:
+    """Raises `PlanError` naming the first rank that the plan reads or writes and that has no
+    cache."""
+    for src_rank, dst_rank in bound.plan.links:
+        for side, rank, caches in (("source", src_rank, sources), ("target", dst_rank, targets)):
+            if rank not in caches:
+                raise PlanError(f"the plan needs {side} rank {rank}, which has no cache here")
+
+
 class Executor(Protocol):
     """Carries out bound plans between caches of this process."""
 
@@ -85,7 +94,8 @@ class Executor(Protocol):
         sources: Mapping[int, RankCache],
         targets: Mapping[int, RankCache],
     ) -> None:
-        """Moves every byte of the plan; caches are by rank. Targets change nowhere else."""
+        """Moves every byte of the plan; caches are by rank. Targets change nowhere else. Raises
+        `PlanError` before anything moves for a rank of the plan without a cache."""
         ...
 
 

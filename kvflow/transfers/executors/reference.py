@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvflow.transfers.executors.base import RankCache
+from kvflow.transfers.executors.base import RankCache, require_caches
 from kvflow.transfers.lower import BoundPlan, PageGeometry
 
 
@@ -15,6 +15,7 @@ class ReferenceExecutor:
         sources: Mapping[int, RankCache],
         targets: Mapping[int, RankCache],
     ) -> None:
+        require_caches(bound, sources, targets)
         for part in bound.plan.parts:
             for src_rank, dst_rank in bound.plan.links:
                 src_slots, dst_slots = bound.link(part, src_rank, dst_rank).expand()

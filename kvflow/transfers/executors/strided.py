@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvflow.kernels.rows import PageView, gather_rows, scatter_rows
 from kvflow.layouts.sharding import Ints
-from kvflow.transfers.executors.base import RankCache
+from kvflow.transfers.executors.base import RankCache, require_caches
 from kvflow.transfers.lower import BoundPlan, SlotRuns
 
 
@@ -20,6 +20,7 @@ class StridedExecutor:
         sources: Mapping[int, RankCache],
         targets: Mapping[int, RankCache],
     ) -> None:
+        require_caches(bound, sources, targets)
         for dst_rank, target in targets.items():
             for part, src_rank, runs in bound.links_to(dst_rank):
                 for name in part.components:
