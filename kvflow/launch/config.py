@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from attrs import field, frozen
 
@@ -15,6 +15,7 @@ from kvflow.layouts.paging import Paged
 from kvflow.layouts.record import KVDType
 from kvflow.layouts.sharding import Replicated, RoundRobin
 from kvflow.layouts.spec import KVCacheSpec
+from kvflow.layouts.values import integer, positive
 
 Transport = Literal["nixl", "in-process"]
 ComputeDType = Literal["float32", "float64"]
@@ -26,29 +27,33 @@ class LaunchConfig:
     and divides ``pcp``; ``decode_ranks`` data-parallel decode ranks."""
 
     model: Path = field(converter=Path)
-    pcp: int = 1
-    dcp: int = 1
-    interleave: int = 1
-    decode_ranks: int = 1
-    prefill_block: int = 64
-    decode_block: int = 64
+    pcp: int = field(default=1, converter=integer, validator=positive)
+    dcp: int = field(default=1, converter=integer, validator=positive)
+    interleave: int = field(default=1, converter=integer, validator=positive)
+    decode_ranks: int = field(default=1, converter=integer, validator=positive)
+    prefill_block: int = field(default=64, converter=integer, validator=positive)
+    decode_block: int = field(default=64, converter=integer, validator=positive)
     kv_dtype: KVDType = "fp8"
     dtype: ComputeDType = "float32"
-    max_model_len: int = 8192
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
-    prefill_kv_tokens: int = 32768
-    decode_kv_tokens: int = 32768
+    max_model_len: int = field(default=8192, converter=integer, validator=positive)
+    max_num_batched_tokens: int = field(default=2048, converter=integer, validator=positive)
+    max_num_seqs: int = field(default=64, converter=integer, validator=positive)
+    prefill_kv_tokens: int = field(default=32768, converter=integer, validator=positive)
+    decode_kv_tokens: int = field(default=32768, converter=integer, validator=positive)
     transport: Transport = "nixl"
     verify_transfers: bool = False
     served_model_name: str = ""
 
     def __attrs_post_init__(self) -> None:
-        counts = ("pcp", "dcp", "interleave", "decode_ranks", "prefill_block", "decode_block")
-        sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
-        for name in (*counts, *sizes, "prefill_kv_tokens", "decode_kv_tokens"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"{name} = {getattr(self, name)}, must be at least 1")
+        for name, choices in (
+            ("kv_dtype", KVDType),
+            ("dtype", ComputeDType),
+            ("transport", Transport),
+        ):
+            if getattr(self, name) not in get_args(choices):
+                raise LayoutError(
+                    f"{name} = {getattr(self, name)!r}, must be one of {list(get_args(choices))}"
+                )
         if self.pcp % self.dcp:
             raise LayoutError(f"dcp {self.dcp} must divide pcp {self.pcp}: it adds no ranks")
         for name in ("prefill_kv_tokens", "decode_kv_tokens"):

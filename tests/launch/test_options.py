@@ -122,3 +122,28 @@ def test_layouts_of_both_sides():
     target = launch.decode_layout(spec)
     assert target.placement.sharding.num_shards == 1
     assert target.groups[0].paging.block_size == 32
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pcp": 2.0},
+        {"interleave": 1.5},
+        {"decode_block": True},
+        {"dcp": 0},
+        {"kv_dtype": "int8"},
+        {"dtype": "bf16"},
+        {"transport": "pigeon"},
+    ],
+)
+def test_unlawful_values_are_refused_by_name(wrong):
+    (name, value) = next(iter(wrong.items()))
+    with pytest.raises(LayoutError, match=rf"{name}.*{value}|{value}.*integer"):
+        LaunchConfig("model", **wrong)
+
+
+def test_ports_outside_the_range_are_refused(capsys):
+    for port in ("-1", "65536"):
+        with pytest.raises(SystemExit):
+            parse_options(["--port", port], default_model=Path("model"))
+        assert f"port {port}, must be in [0, 65536)" in capsys.readouterr().err
