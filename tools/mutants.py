@@ -30,6 +30,8 @@ TESTS = {
     "kvflow/layouts/layout.py": [LAYOUTS + "layout.py"],
     "kvflow/layouts/counts.py": [LAYOUTS + "counts.py", TRANSFERS + "lower.py"],
     "kvflow/layouts/wire.py": [LAYOUTS + "wire.py"],
+    "kvflow/layouts/values.py": [LAYOUTS + "lawful_values.py", LAYOUTS + "record.py"],
+    "kvflow/transfers/claims.py": [TRANSFERS + "planner.py", TRANSFERS + "whole_plans.py"],
     "kvflow/transfers/plan.py": [TRANSFERS + "plan.py"],
     "kvflow/transfers/planner.py": [TRANSFERS + "planner.py"],
     "kvflow/transfers/verify.py": [TRANSFERS + "verify.py"],

@@ -163,22 +163,17 @@ def paired_pieces(src: PageGeometry, dst: PageGeometry) -> list[tuple[Piece, Pie
     records with different fields."""
     if src.record.fields != dst.record.fields:
         raise PlanError(f"records differ: source {src.record}, target {dst.record}")
-    if src.record.arrangement == dst.record.arrangement:
-        return list(
-            zip(src.record.pieces(src.block_size), dst.record.pieces(dst.block_size), strict=True)
-        )
-    return list(
-        zip(
-            src.record.field_pieces(src.block_size),
-            dst.record.field_pieces(dst.block_size),
-            strict=True,
-        )
+    alike = src.record.arrangement == dst.record.arrangement
+    a, b = (
+        side.record.pieces(side.block_size) if alike else side.record.field_pieces(side.block_size)
+        for side in (src, dst)
     )
+    return list(zip(a, b, strict=True))
 
 
 def _piece(runs: SlotRuns, src: PageGeometry, dst: PageGeometry, a: Piece, b: Piece) -> Descriptors:
     src_pitch, dst_pitch = runs.src_stride * a.stride, runs.dst_stride * b.stride
-    solid = (runs.count == 1) | ((src_pitch == a.nbytes) & (dst_pitch == b.nbytes))
+    solid = (src_pitch == a.nbytes) & (dst_pitch == b.nbytes)
     num = np.where(solid, 1, runs.count)
     which, nth = each_of(num)
     nbytes = np.where(solid, runs.count * a.nbytes, a.nbytes)

@@ -94,7 +94,7 @@ def _runs(
 def _best_stride(
     src: Sharding, dst: Sharding, start: int, stop: int, sizes: tuple[int, int]
 ) -> int:
-    """The candidate stride with the smallest estimate of runs, at most one per token."""
+    """The candidate stride with the smallest estimate of runs."""
 
     def estimate(m: int) -> float:
         num_borders = len(src.borders(start, stop, m)) + len(dst.borders(start, stop, m))
@@ -102,7 +102,7 @@ def _best_stride(
         for side, block_size in ((src, sizes[0]), (dst, sizes[1])):
             slope = max(m / side.num_shards, 1.0)
             pages += (stop - start) * slope / block_size
-        return min(m * (1 + num_borders) + pages, stop - start)
+        return m * (1 + num_borders) + pages
 
     candidates = {1, src.period, dst.period, lcm(src.period, dst.period)}
     return min(sorted(candidates), key=estimate)
@@ -110,10 +110,9 @@ def _best_stride(
 
 def _regular_pieces(src: Sharding, dst: Sharding, start: int, stop: int, m: int) -> _Pieces:
     cuts = np.union1d(src.borders(start, stop, m), dst.borders(start, stop, m))
-    low = np.concatenate([[start], cuts])[: stop - start]
-    high = np.append(low[1:], stop)[: len(low)]
-    residue = np.arange(m, dtype=np.int64)
-    first = low[:, None] + (residue - low[:, None]) % m
+    low = np.concatenate([[start], cuts])
+    high = np.append(low[1:], stop)
+    first = low[:, None] + np.arange(m, dtype=np.int64)
     count = (high[:, None] - first + m - 1) // m
     kept = count > 0
     token, count = first[kept], count[kept]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import bound, dcp, layout, moves, whole
+from planning import bound, dcp, layout, moves, whole, with_runs
 
 from kvflow.errors import PlanError
 from kvflow.layouts.layout import Binding
@@ -131,6 +131,22 @@ def as_rows(d: Descriptors) -> list[tuple[int, int, int]]:
     return list(zip(d.src.tolist(), d.dst.tolist(), d.nbytes.tolist(), strict=True))
 
 
+def test_runs_expand_slot_by_slot() -> None:
+    source, target = runs_of((0, 2, 1, 3, 3), (9, 1, 5, 4, 2), (7, 5, 7, 5, 1)).expand()
+    assert source.tolist() == [0, 2, 4, 9, 10, 7]
+    assert target.tolist() == [1, 4, 7, 5, 9, 7]
+
+
+def test_a_plan_is_proven_before_it_is_bound() -> None:
+    plan = plan_transfer(dcp(2), whole(), (0, 8))
+    BoundPlan(plan, bound(plan.src, 8), bound(plan.dst, 8))
+    fewer = with_runs(plan, plan.parts[0].runs.take(np.arange(1, plan.num_runs)))
+    with pytest.raises(PlanError, match="target rank 0 gets 6 tokens"):
+        BoundPlan(fewer, bound(plan.src, 8), bound(plan.dst, 8))
+    with pytest.raises(PlanError, match="valid KV only below 7"):
+        BoundPlan(plan, bound(plan.src, 7), bound(plan.dst, 8))
+
+
 def test_a_whole_planar_page_is_one_descriptor_and_a_cut_one_is_one_a_field() -> None:
     src = PageGeometry(PLANAR, 64, 0, 8448, 4)
     dst = PageGeometry(PLANAR, 64, 100_000, 8448, 4)
@@ -186,6 +202,23 @@ def test_rows_to_planes_go_field_by_field() -> None:
     with pytest.raises(PlanError, match=r"records differ: source planar.*target row"):
         descriptors(runs_of((0, 1, 0, 1, 1)), PageGeometry(PLANAR, 4, 0, 528, 1),
                     PageGeometry(LATENT, 4, 0, 2624, 1))  # fmt: skip
+
+
+def test_neighbours_of_several_sizes_merge() -> None:
+    columns = zip((20, 113, 5), (0, 100, 4), (10, 110, 3), (4, 104, 6), strict=True)
+    pieces = Descriptors(*(np.array(column, np.int64) for column in columns))
+    assert as_rows(pieces.coalesced()) == [(0, 100, 13), (20, 113, 5)]
+    for other in ([(0, 100, 4), (4, 105, 6)], [(0, 100, 4), (5, 104, 6)]):
+        columns = zip(*other, strict=True)
+        apart = Descriptors(*(np.array(column, np.int64) for column in columns))
+        assert as_rows(apart.coalesced()) == other
+
+
+def test_a_contiguous_run_is_never_taken_apart() -> None:
+    """A million million tokens: their descriptors one by one would fit no memory."""
+    record, many = Record((Field("a", "uint8", 3),)), 10**12
+    page = PageGeometry(record, many, 7, 3 * many, 1)
+    assert as_rows(descriptors(runs_of((0, 1, 0, 1, many)), page, page)) == [(7, 7, 3 * many)]
 
 
 def test_no_runs_are_no_descriptors() -> None:

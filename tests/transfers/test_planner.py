@@ -106,6 +106,38 @@ def test_run_counts_of_known_pairs() -> None:
         assert plan.num_runs <= most, (str(src), str(dst), plan.num_runs)
 
 
+@pytest.mark.parametrize(
+    ("src", "dst", "tokens", "num_runs"),
+    [
+        (dcp(2, 4, 4), dcp(2, 4, 16), (0, 128), 32),
+        (dcp(2, 4, 16), dcp(2, 4, 4), (0, 128), 32),
+        (dcp(1, 1, 4), dcp(2, 4, 4), (0, 128), 32),
+        (dcp(1, 1, 16), dcp(2, 1, 16), (1000, 1060), 10),
+        (dcp(3, 4, 16), dcp(4, 1, 4), (1000, 1060), 48),
+        (dcp(4, 4, 16), dcp(4, 4, 16), (1000, 1060), 15),
+        (dcp(2, 1, 4), dcp(2, 4, 4), (0, 128), 64),
+        (dcp(3, 1, 4), dcp(3, 4, 16), (0, 128), 96),
+    ],
+    ids=str,
+)
+def test_the_chosen_stride_has_the_fewest_runs_of_these_pairs(
+    src: KVLayout, dst: KVLayout, tokens: tuple[int, int], num_runs: int
+) -> None:
+    plan = plan_transfer(src, dst, tokens)
+    verify_plan(plan)
+    assert plan.num_runs == num_runs
+
+
+def test_readers_begin_at_different_replicas() -> None:
+    src = layout(Placement(Replicated(), ((0, 1, 2),)), 4)
+    dst = layout(Placement(Replicated(), ((5, 6),)), 4)
+    runs = plan_transfer(src, dst, (0, 12)).parts[0].runs
+    read = {(int(d), int(t)): int(s)
+            for s, d, t in zip(runs.src_rank, runs.dst_rank, runs.token, strict=True)}  # fmt: skip
+    assert [read[5, t] for t in (0, 4, 8)] == [0, 1, 2]
+    assert [read[6, t] for t in (0, 4, 8)] == [1, 2, 0]
+
+
 def test_a_long_plan_is_made_of_runs_not_tokens() -> None:
     plan = plan_transfer(dcp(8, 64, 64), whole(64), (0, 2**20))
     assert plan.num_runs == 2**20 // 64
@@ -150,6 +182,27 @@ def test_what_is_not_named_right_is_refused() -> None:
         PlanError, match=r"\['latent.0'\] are neither moved nor .*source declares 5, target 5"
     ):
         plan_transfer(src, dst, (0, 4), components=SPEC.names[1:])
+
+
+def test_a_component_of_one_side_cannot_be_moved() -> None:
+    short = evolve(SPEC, components=SPEC.components[:-1])
+    for src, dst in [(whole(), layout(Replicated(), 4, short)),
+                     (layout(Replicated(), 4, short), whole())]:  # fmt: skip
+        with pytest.raises(PlanError, match=r"\['indexer.2'\] are not declared by both sides"):
+            plan_transfer(src, dst, (0, 4), components=SPEC.names)
+        with pytest.raises(PlanError, match=r"\['indexer.2'\] are neither moved nor named"):
+            plan_transfer(src, dst, (0, 4), components=short.names)
+        plan = plan_transfer(src, dst, (0, 4), absent=["indexer.2"])
+        assert plan.parts[0].components == short.names
+
+
+def test_a_chunk_shorter_than_the_stride_has_empty_classes() -> None:
+    """Chunks of 4, 4, 4 and 1 tokens against two ranks that take turns: the last chunk has a token
+    of one rank only."""
+    plan = plan_transfer(layout(BalancedChunks(2, 0, 13, "ceil"), 64), dcp(2, 1, 64), (0, 13))
+    verify_plan(plan)
+    assert plan.num_runs == 7
+    assert sorted(m[4] for m in moves(plan.parts[0].runs)) == list(range(13))
 
 
 @pytest.mark.parametrize("tokens", [(-1, 4), (5, 4), (0, 13), (1, 4)])

@@ -273,6 +273,26 @@ def test_runs_up_to_a_border_are_lawful() -> None:
     verify_plan(with_runs(plan, runs_at((0, 2, 2), (1, 2, 2), (4, 1, 1), (5, 1, 3))))
 
 
+@pytest.mark.parametrize(
+    ("token", "rows"),
+    [
+        (3, ((0, 1, 4), (3, 1, 4))),
+        (4, ((0, 2, 3), (4, 2, 2), (1, 2, 3))),  # one stride, the even tokens
+        (3, ((0, 2, 4), (1, 2, 2), (3, 2, 2))),  # the odd ones
+        (2, ((0, 1, 3), (2, 1, 2), (3, 1, 1), (6, 1, 2))),  # the first of two
+        (3, ((4, 1, 3), (0, 1, 4), (3, 1, 1))),
+        (4, ((4, 1, 1), (0, 1, 1), (4, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1), (5, 1, 2))),
+        (6, ((0, 2, 4), (1, 1, 1), (5, 1, 3))),  # of several strides
+    ],
+)
+def test_the_first_token_written_twice_is_named(
+    token: int, rows: tuple[tuple[int, int, int], ...]
+) -> None:
+    plan = plan_transfer(whole(8), whole(8), (0, 8))
+    with pytest.raises(PlanError, match=f"target rank 0: token {token} is written twice"):
+        verify_plan(with_runs(plan, runs_at(*rows)))
+
+
 def test_a_run_that_ends_outside_the_domain_is_refused() -> None:
     plan = plan_transfer(layout(Replicated(2, 8), 16), whole(16), (2, 8))
     for token, count in [(1, 7), (2, 7)]:
