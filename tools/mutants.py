@@ -20,21 +20,22 @@ from mutants_run import ROOT, Limits, Mutant, fresh, warm
 
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 LAYOUTS, TRANSFERS = "tests/layouts/test_", "tests/transfers/test_"
+LAWFUL = LAYOUTS + "lawful_values.py"
 TESTS = {
-    "kvflow/layouts/sharding.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py"],
-    "kvflow/layouts/chunks.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py"],
-    "kvflow/layouts/mesh.py": [LAYOUTS + "mesh.py"],
-    "kvflow/layouts/paging.py": [LAYOUTS + "paging.py", LAYOUTS + "layout.py"],
-    "kvflow/layouts/record.py": [LAYOUTS + "record.py"],
-    "kvflow/layouts/spec.py": [LAYOUTS + "spec.py"],
-    "kvflow/layouts/layout.py": [LAYOUTS + "layout.py"],
+    "kvflow/layouts/sharding.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py", LAWFUL],
+    "kvflow/layouts/chunks.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py", LAWFUL],
+    "kvflow/layouts/mesh.py": [LAYOUTS + "mesh.py", LAWFUL],
+    "kvflow/layouts/paging.py": [LAYOUTS + "paging.py", LAYOUTS + "layout.py", LAWFUL],
+    "kvflow/layouts/record.py": [LAYOUTS + "record.py", LAWFUL],
+    "kvflow/layouts/spec.py": [LAYOUTS + "spec.py", LAWFUL],
+    "kvflow/layouts/layout.py": [LAYOUTS + "layout.py", LAWFUL],
     "kvflow/layouts/counts.py": [LAYOUTS + "counts.py", TRANSFERS + "lower.py"],
-    "kvflow/layouts/wire.py": [LAYOUTS + "wire.py"],
-    "kvflow/layouts/values.py": [LAYOUTS + "lawful_values.py", LAYOUTS + "record.py"],
+    "kvflow/layouts/wire.py": [LAYOUTS + "wire.py", LAWFUL],
+    "kvflow/layouts/values.py": [LAWFUL, LAYOUTS + "record.py"],
     "kvflow/transfers/claims.py": [TRANSFERS + "planner.py", TRANSFERS + "whole_plans.py"],
-    "kvflow/transfers/plan.py": [TRANSFERS + "plan.py"],
+    "kvflow/transfers/plan.py": [TRANSFERS + "plan.py", TRANSFERS + "whole_plans.py"],
     "kvflow/transfers/planner.py": [TRANSFERS + "planner.py"],
-    "kvflow/transfers/verify.py": [TRANSFERS + "verify.py"],
+    "kvflow/transfers/verify.py": [TRANSFERS + "verify.py", TRANSFERS + "whole_plans.py"],
     "kvflow/transfers/lower.py": [TRANSFERS + "lower.py", TRANSFERS + "planner.py"],
 }
 COMPARE = {
