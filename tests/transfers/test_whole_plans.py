@@ -70,6 +70,7 @@ def test_texts_do_not_run_into_each_other(
 
 def test_the_digest_delimits_fields_and_sections() -> None:
     assert told((("a=b", "c"),)).digest != told((("a", "b=c"),)).digest
+    assert told((("a", "sb"),)).digest != told((("as", "b"),)).digest
     groups = [("a b", "c"), ("a", "b c")]
     plans = []
     for names in groups:
