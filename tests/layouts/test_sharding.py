@@ -384,6 +384,10 @@ def test_integers_of_any_width_are_taken_and_nothing_else() -> None:
     assert as_ints([]).dtype == np.int64
     with pytest.raises(LayoutError, match="bool"):
         as_ints([True])
+    assert as_ints(np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
+    for wide in ([2**63], [1, 2**63 + 5]):
+        with pytest.raises(LayoutError, match=rf"below 2\*\*63, got {max(wide)}"):
+            as_ints(np.array(wide, np.uint64))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -101,3 +101,21 @@ def test_runs_refuse_columns_that_do_not_fit() -> None:
         TransferRuns(**columns(token=[0.5, 1.5]))  # type: ignore[arg-type]
     assert len(TransferRuns(**columns())) == 2  # type: ignore[arg-type]
     assert TransferRuns(*[[]] * 9).num_tokens == 0
+
+
+def test_a_plan_has_the_range_of_its_first_part_unless_told() -> None:
+    part = PLAN.parts[0]
+    later = evolve(part, start=5, stop=18)
+    assert Plan(PLAN.src, PLAN.dst, (part, later)).tokens == (3, 20)
+    assert Plan(PLAN.src, PLAN.dst, (later, part)).tokens == (5, 18)
+    assert Plan(PLAN.src, PLAN.dst, (part,), (), (0, 4)).tokens == (0, 4)
+    assert Plan(PLAN.src, PLAN.dst, ()).tokens == (0, 0)
+
+
+def test_columns_of_runs_are_read_only() -> None:
+    fresh = [np.array([1]) for _ in fields(TransferRuns)]
+    for runs in (PLAN.parts[0].runs, PLAN.parts[0].runs.take(np.array([0])),
+                 TransferRuns.of_fresh(*fresh)):  # fmt: skip
+        assert not any(column.flags.writeable for column in runs.columns)
+    assert not any(column.flags.writeable for column in fresh)
+    assert all(c is f for c, f in zip(TransferRuns.of_fresh(*fresh).columns, fresh, strict=True))
