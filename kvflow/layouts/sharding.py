@@ -197,8 +197,8 @@ class RoundRobin:
     def runs(self, start: int, stop: int) -> Runs:
         """One strided run a shard at I = 1, else one run for each interleave unit touched."""
         start, stop = range_of(self, start, stop)
-        if self.interleave == 1 or self.num_shards == 1:
-            stride = self.num_shards if self.interleave == 1 else 1
+        if self.interleave == 1:
+            stride = self.num_shards
             first = start + np.arange(min(stride, stop - start), dtype=np.int64)
             count = (stop - first + stride - 1) // stride
         else:

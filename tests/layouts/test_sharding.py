@@ -176,6 +176,12 @@ def test_period_of_each_sharding() -> None:
     assert not isinstance(4, Sharding)
 
 
+def test_the_longest_round_is_the_whole_domain() -> None:
+    assert RoundRobin(2**31, 2**31).period == ANY_STOP
+    with pytest.raises(LayoutError, match="deals rounds of more than"):
+        RoundRobin(2**31, 2**31 + 1)
+
+
 def test_defaults_deal_from_position_zero() -> None:
     assert RoundRobin(3) == RoundRobin(3, 1)
     assert Replicated() == Replicated(0, ANY_STOP)
