@@ -203,7 +203,7 @@ class RoundRobin:
             count = (stop - first + stride - 1) // stride
         else:
             stride = 1
-            first = np.concatenate([[start], self.borders(start, stop, 1)])[: stop - start]
+            first = np.concatenate([[start], self.borders(start, stop, stride)])[: stop - start]
             count = np.diff(np.append(first, stop))
         shard, local = self.owner(first), self.local(first)
         order = np.lexsort((local, shard))
