@@ -119,13 +119,13 @@ def _last(runs: TransferRuns) -> Ints:
 
 
 def _shard_of(placement: Placement, rank: Ints) -> Ints:
-    """The shard that each rank holds, -1 for ranks outside the placement."""
+    """The shard that each rank holds, the number of shards for ranks outside the placement."""
     groups = placement.ranks
     ranks = np.array([r for group in groups for r in group], np.int64)
     shards = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     order = np.argsort(ranks)
     at = np.minimum(np.searchsorted(ranks[order], rank), len(ranks) - 1)
-    return np.where(ranks[order][at] == rank, shards[order][at], -1)
+    return np.where(ranks[order][at] == rank, shards[order][at], len(groups))
 
 
 def _verify_domain(side: str, sharding: Sharding, runs: TransferRuns, stride: Ints) -> None:

@@ -23,6 +23,14 @@ def test_golden_glm_bytes() -> None:
     assert 54_728 * 1_048_576 // 2**20 == 54_728
 
 
+def test_golden_glm_fields() -> None:
+    latent, key = SPEC["latent.0"].record, SPEC["indexer.0"].record
+    assert [(f.name, f.num_elements) for f in latent.fields] == [
+        ("latent", 512), ("scale", 4), ("rope", 64),
+    ]  # fmt: skip
+    assert [(f.name, f.num_elements) for f in key.fields] == [("key", 128), ("scale", 1)]
+
+
 def test_golden_both_offset_spellings_give_21_of_78_layers() -> None:
     three = full_ids(num_hidden_layers=78, index_topk_freq=4, index_skip_topk_offset=3)
     two = full_ids(num_hidden_layers=78, index_topk_freq=4, index_skip_topk_offset=2)

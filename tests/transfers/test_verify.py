@@ -301,6 +301,15 @@ def test_a_run_that_ends_outside_the_domain_is_refused() -> None:
             verify_plan(with_runs(plan, run))
 
 
+def test_a_stride_up_to_the_end_of_all_domains_is_counted_exactly() -> None:
+    plan = plan_transfer(whole(8), whole(8), (0, 8))
+    widest = 2**61
+    with pytest.raises(PlanError, match=rf"tokens 0\.\.{widest}, outside \[0, 8\)"):
+        verify_plan(with_runs(plan, runs_at((0, widest, 2))))
+    with pytest.raises(PlanError, match=f"source side of run 0 .* local index of {2**62} or more"):
+        verify_plan(with_runs(plan, runs_at((0, widest + 1, 2))))
+
+
 def test_a_rank_outside_the_placement_owns_nothing() -> None:
     """Every token of every shard, read from or written to a rank that no one has."""
     runs = PART.runs
