@@ -310,6 +310,14 @@ def test_a_stride_up_to_the_end_of_all_domains_is_counted_exactly() -> None:
         verify_plan(with_runs(plan, runs_at((0, widest + 1, 2))))
 
 
+def test_the_first_rank_written_outside_the_range_is_named() -> None:
+    twins = layout(Placement(Replicated(), ((0, 1),)), 8)
+    plan = plan_transfer(whole(8), twins, (0, 6))
+    longer = plan_transfer(whole(8), twins, (0, 8)).parts[0].runs
+    with pytest.raises(PlanError, match=r"target rank 0 is written tokens 0\.\.7, outside \[0, 6"):
+        verify_plan(with_runs(plan, longer))
+
+
 def test_a_rank_outside_the_placement_owns_nothing() -> None:
     """Every token of every shard, read from or written to a rank that no one has."""
     runs = PART.runs
