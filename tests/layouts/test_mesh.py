@@ -121,3 +121,12 @@ def test_placement_says_which_shard_a_rank_holds() -> None:
 def test_placement_refuses(ranks: tuple[tuple[int, ...], ...], rule: str) -> None:
     with pytest.raises(LayoutError, match=rule):
         Placement(RoundRobin(2), ranks)
+
+
+@pytest.mark.parametrize(
+    "ranks", [((5,), (-1,)), ((-1,), (5,)), ((0,), (2**62,)), ((2**62,), (0,))]
+)
+def test_every_rank_is_in_bounds(ranks: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(LayoutError, match=f"at least 0 and below {2**62}, got"):
+        Placement(RoundRobin(2), ranks)
+    assert Placement(RoundRobin(2), ((2**62 - 1,), (0,))).shard_of(0) == 1
