@@ -106,9 +106,9 @@ class KVCacheSpec:
         )
         latent = latent_record(kv_dtype, latent_rank=R, rope_dim=dr)
         key = index_record(kv_dtype, index_dim=di, arrangement=index_arrangement)
-        num_layers = _whole(config, "num_hidden_layers", 0)
-        num_mtp = _whole(config, "num_nextn_predict_layers", 0, default=0)
         full = full_index_layers(config)
+        num_layers = len(full)
+        num_mtp = _whole(config, "num_nextn_predict_layers", 0, default=0)
         components = []
         for i in range(num_layers + num_mtp):
             part: Part = "main" if i < num_layers else "mtp"

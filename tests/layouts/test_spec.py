@@ -62,6 +62,10 @@ def test_spellings_that_disagree_or_make_no_sense_are_refused() -> None:
         full_ids(num_hidden_layers=2, index_topk_pattern="F")
     with pytest.raises(LayoutError, match="makes layer 0 shared"):
         full_ids(num_hidden_layers=2, index_topk_pattern="SF")
+    with pytest.raises(LayoutError, match="num_hidden_layers is -1, must be at least 0"):
+        full_ids(num_hidden_layers=-1)
+    with pytest.raises(LayoutError, match="index_skip_topk_offset is -1, must be at least 0"):
+        full_ids(num_hidden_layers=2, index_topk_freq=1, index_skip_topk_offset=-1)
     for freq in (2, 3, 4):
         with pytest.raises(LayoutError, match="makes layer 0 shared"):
             full_ids(num_hidden_layers=4, index_topk_freq=freq)
