@@ -86,6 +86,12 @@ def test_negative_places_are_refused(make: Callable[[], object]) -> None:
         make()
 
 
+def test_zero_is_a_place() -> None:
+    assert (LocalSlot(0, 0).rank, LocalSlot(0, 0).index, GlobalSlot(0).index) == (0, 0, 0)
+    assert Component("latent", 0, RECORD).name == "latent.0"
+    assert (Paged(1).block_size, Field("a", "uint8", 1).nbytes) == (1, 1)
+
+
 def test_small_numpy_integers_do_not_overflow() -> None:
     deal = RoundRobin(np.int8(8), np.int8(64))
     assert deal.period == 512
