@@ -60,6 +60,7 @@ class ScriptedEngine:
     script: tuple[int, ...] = ()
     delay_s: float = 0.0
     capacity: int | None = None
+    refuse_after: int = 0  # a full engine refuses when it has given this many tokens
     fail_at: int | None = None
     refuse: bool = False
     well: bool = True
@@ -92,6 +93,8 @@ class ScriptedEngine:
         if self.refuse:
             raise InvalidRequest("prompt", "prompt has token id 7, which this engine refuses")
         if self.capacity is not None and len(self.live) >= self.capacity:
+            while self.num_outputs < self.refuse_after:
+                await asyncio.sleep(0.001)
             raise Overloaded(f"{len(self.live)} requests live, at most {self.capacity} taken")
         self.seen.append(request)
         self.live.add(request.request_id)

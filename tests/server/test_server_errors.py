@@ -206,7 +206,7 @@ def test_overload_is_429(tokenizer, stream):
 
 
 def test_overload_after_another_choice_has_streamed_is_an_error_event(tokenizer):
-    engine = engine_of(tokenizer, capacity=1)
+    engine = engine_of(tokenizer, capacity=1, refuse_after=2)
 
     async def scenario(client):
         body = COMPLETION | {"n": 2, "stream": True}
