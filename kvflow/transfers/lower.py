@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import numpy.typing as npt
 from attrs import field, fields, frozen
 
 from kvflow.errors import PlanError
@@ -41,18 +42,22 @@ class SlotRuns:
             self.dst[which] + nth * self.dst_stride[which],
         )
 
+    def are_whole(self, block_size: int) -> npt.NDArray[np.bool_]:
+        """Which runs are one whole block of `block_size` on both sides."""
+        whole: npt.NDArray[np.bool_] = (
+            (self.count == block_size)
+            & (self.src_stride == 1)
+            & (self.dst_stride == 1)
+            & (in_page(self.src, block_size) == 0)
+            & (in_page(self.dst, block_size) == 0)
+        )
+        return whole
+
     def whole_blocks(self, src_block_size: int, dst_block_size: int) -> tuple[Ints, Ints] | None:
         """Source and target block ids if every run is one whole block on both sides, else None.
         A whole page moves in one piece whatever its arrangement."""
         size = src_block_size
-        whole = (
-            (self.count == size)
-            & (self.src_stride == 1)
-            & (self.dst_stride == 1)
-            & (in_page(self.src, size) == 0)
-            & (in_page(self.dst, size) == 0)
-        )
-        if src_block_size != dst_block_size or not whole.all():
+        if size != dst_block_size or not self.are_whole(size).all():
             return None
         return page_of(self.src, size), page_of(self.dst, size)
 

@@ -12,6 +12,7 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from kvflow.errors import CapacityError
+from kvflow.layouts.paging import in_page, page_of
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.nixl_agent import Flight
 from kvflow.transfers.executors.nixl_door import Deadline, Door
@@ -72,12 +73,13 @@ def staged_parts(job: Job, capacity: int) -> Iterator[Part]:
     src, dst = job.runs.expand()
     order = np.argsort(src, kind="stable")
     src, dst = src[order], dst[order]
-    blocks, first = np.unique(src // size, return_index=True)
+    blocks, first = np.unique(page_of(src, size), return_index=True)
     edges = np.append(first, len(src))
     for i in range(0, len(blocks), room):
         some = blocks[i : i + room]
         span = slice(edges[i], edges[i + len(some)])
-        local = np.searchsorted(some, src[span] // size) * size + src[span] % size
+        landed_at = np.searchsorted(some, page_of(src[span], size))
+        local = landed_at * size + in_page(src[span], size)
         landed = PageGeometry(job.src.record, size, 0, page, len(some))
         placing = Placing.of(landed, local, job.dst, dst[span])
         together = max(room // len(some), 1)

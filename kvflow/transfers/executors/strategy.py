@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from attrs import frozen
 
+from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.lower import PageGeometry, SlotRuns, descriptors
 
@@ -54,7 +55,7 @@ def estimate(
     direct = descriptors(runs, src, dst)
     row, n = src.record.nbytes, num_components
     num_rows, payload = runs.num_tokens * n, runs.num_tokens * row * n
-    pages = n * len(np.unique(runs.src // src.block_size))
+    pages = n * len(np.unique(page_of(runs.src, src.block_size)))
     page_bytes = pages * src.record.page_nbytes(src.block_size)
     rows = costs.copied(num_rows, payload)
     return Estimate(
@@ -70,17 +71,9 @@ def estimate(
 def split_whole(runs: SlotRuns, block_size: int) -> tuple[tuple[Ints, Ints], SlotRuns]:
     """Runs between pages of one size, as (source ids, target ids) of the whole blocks and the
     runs that are left."""
-    whole = (
-        (runs.count == block_size)
-        & (runs.src_stride == 1)
-        & (runs.dst_stride == 1)
-        & (runs.src % block_size == 0)
-        & (runs.dst % block_size == 0)
-    )
-    return (
-        (runs.src[whole] // block_size, runs.dst[whole] // block_size),
-        take_runs(runs, ~whole),
-    )
+    whole = runs.are_whole(block_size)
+    ids = page_of(runs.src[whole], block_size), page_of(runs.dst[whole], block_size)
+    return ids, take_runs(runs, ~whole)
 
 
 def take_runs(runs: SlotRuns, index: np.ndarray) -> SlotRuns:
