@@ -39,7 +39,7 @@ async def run(options: ServeOptions) -> int:
     print(
         f"starting {launch.pcp} prefill ranks (pcp {launch.pcp}, dcp {launch.dcp}, interleave "
         f"{launch.interleave}, block {launch.prefill_block}) and {launch.decode_ranks} decode "
-        f"ranks (block {launch.decode_block}), kv {launch.kv_dtype}",
+        f"rank(s) (block {launch.decode_block}), kv {launch.kv_dtype}",
         flush=True,
     )
     tokenizer = load_tokenizer(launch.model)
