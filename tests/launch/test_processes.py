@@ -129,7 +129,9 @@ def test_a_rank_that_cannot_start_says_why(tmp_path):
         for name in ("config.json", "generation_config.json"):
             (broken / name).write_bytes((config().model / name).read_bytes())
         launch = LaunchConfig(broken, max_model_len=64)
-        with pytest.raises(KvflowError, match=r"(?s)rank '(prefill|decode)-0' failed: .*safetensors"):
+        with pytest.raises(
+            KvflowError, match=r"(?s)rank '(prefill|decode)-0' failed: .*safetensors"
+        ):
             async with process_deployment(launch):
                 raise AssertionError("it started without weights")
 
