@@ -122,11 +122,11 @@ class ZmqHub:
 
     def send(self, name: str, message: ToRank) -> None:
         """Raises `KvflowError` if the rank is not connected."""
+        # Through the asyncio socket, never below it: a send may swallow the edge that announces a
+        # message to receive, and only this socket looks again. With DONTWAIT it is done at once.
         parts = [name.encode(), encode(message)]
-        try:
-            # the raw socket never blocks here: the high-water mark is above any backlog we allow
-            zmq.Socket.shadow(self._socket.underlying).send_multipart(parts, zmq.DONTWAIT)
-        except zmq.ZMQError as error:
+        sent = asyncio.ensure_future(self._socket.send_multipart(parts, zmq.DONTWAIT))
+        if error := sent.exception():
             raise KvflowError(f"rank {name!r} cannot be reached: {error}") from error
 
     async def receive(self) -> tuple[str, FromRank]:
