@@ -28,16 +28,18 @@ class RankCache:
     def allocate(
         cls, layout: KVLayout, rank: int, num_blocks: Mapping[str, int], fill: int = 0
     ) -> "RankCache":
-        """One region (one allocation) for each component, filled with a byte. `num_blocks` is by
-        group. Raises `LayoutError` for a group without blocks."""
+        """One region (one allocation) for each component that the rank holds, filled with a byte.
+        `num_blocks` is by group. Raises `LayoutError` for a group without blocks."""
         pages = {}
         for group in layout.groups:
             n, size = num_blocks[group.name], group.paging.block_size
             if n < 1:
                 raise LayoutError(f"group {group.name!r} gets {n} blocks, must be at least 1")
             for name in group.components:
-                record = layout.spec[name].record
-                page = record.page_nbytes(size)
+                if layout.head_shard_of(name, rank) is None:
+                    continue
+                record = layout.local_record(name, rank)
+                page = record.page_pitch(size)
                 memory = torch.full((n * page,), fill, dtype=torch.uint8)
                 pages[name] = PageView(memory, record, size, page)
         return cls(rank, pages)
@@ -79,6 +81,9 @@ class TransferReport:
 def require_caches(bound: BoundPlan, sources: Container[int], targets: Container[int]) -> None:
     """Raises `PlanError` naming the first rank that the plan reads or writes and that has no
     cache."""
+    for _, rank in bound.plan.local_links:
+        if rank not in targets:
+            raise PlanError(f"the plan needs target rank {rank}, which has no cache here")
     for src_rank, dst_rank in bound.plan.links:
         for side, rank, caches in (("source", src_rank, sources), ("target", dst_rank, targets)):
             if rank not in caches:
@@ -137,4 +142,24 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Ends service and frees what was registered."""
+        ...
+
+
+class Pusher(Protocol):
+    """An endpoint that can also write into the caches of its peers."""
+
+    def push(
+        self,
+        bound: BoundPlan,
+        src_rank: int,
+        peers: Mapping[int, str],
+        *,
+        timeout: float,
+        verify: bool = False,
+    ) -> TransferReport:
+        """Blocks until every byte that the plan takes from `src_rank` (this endpoint's cache) is
+        at its targets; `peers` names the endpoint of each target rank. A plan without tokens
+        completes at once. The targets are told by whoever runs the transfer: a target rank is
+        complete when all source ranks of the plan have returned. Raises `TransferError`: then the
+        targets' blocks must stay quarantined until this endpoint has `quiesced`."""
         ...

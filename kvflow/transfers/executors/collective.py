@@ -2,7 +2,8 @@
 
 Each plan describes how the rows of one request get from the ranks of a group into one dense
 target; every rank of the group becomes a copy of that target. Ranks send the rows they hold in
-the order (request, local index), padded by nothing; the schedule says where each arrives.
+the order (request, local index), padded by nothing or to the rows of the fullest rank; the
+schedule says where each arrives.
 """
 
 from collections.abc import Sequence
@@ -21,25 +22,30 @@ from kvflow.transfers.plan import Plan, TransferRuns
 
 @frozen(eq=False)
 class GatherSchedule:
-    """counts: rows that each rank sends. send: for every rank, (request, local index) of its rows
-    in sending order, two int64 vectors. arrival: for every request, int64 [tokens]: the place in
-    the gathered rows of each of its tokens, ascending by position."""
+    """counts: rows that each rank sends, padding included. send: for every rank, (request, local
+    index) of its rows in sending order, two int64 vectors. arrival: for every request, int64
+    [tokens]: the place in the gathered rows of each of its tokens, ascending by position."""
 
     counts: tuple[int, ...]
     send: tuple[tuple[Ints, Ints], ...]
     arrival: tuple[Tensor, ...]
 
     def gather(self, comm: Comm, rows: Tensor, outs: Sequence[Tensor]) -> None:
-        """A collective. rows: uint8 [counts[rank], nbytes]; outs: for every request a contiguous
-        uint8 [tokens, nbytes] that is filled in ascending position."""
+        """A collective. rows: uint8 [rows of this rank, nbytes], without padding; outs: for every
+        request a contiguous uint8 [tokens, nbytes] that is filled in ascending position."""
+        if padding := self.counts[comm.rank] - len(self.send[comm.rank][0]):
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
         gathered = comm.all_gather(rows, self.counts)
         for place, out in zip(self.arrival, outs, strict=True):
             torch.index_select(gathered, 0, place, out=out)
 
 
-def gather_schedule(plans: Sequence[Plan], num_ranks: int) -> GatherSchedule:
+def gather_schedule(
+    plans: Sequence[Plan], num_ranks: int, *, padded: bool = False
+) -> GatherSchedule:
     """The schedule of a group of `num_ranks` for the requests of a step. Every plan's target is
     one dense replica (rank 0). It depends on group-wide facts only, so all ranks derive the same.
+    With `padded` every rank sends as many rows as the fullest one.
     Raises `PlanError` for a plan with several target ranks or a source rank outside the group."""
     columns = [_expand(i, plan.parts[0].runs) for i, plan in enumerate(plans)]
     rank, request, local, target = (
@@ -49,16 +55,19 @@ def gather_schedule(plans: Sequence[Plan], num_ranks: int) -> GatherSchedule:
     if rank.size and int(rank.max()) >= num_ranks:
         raise PlanError(f"a plan reads rank {int(rank.max())}, the group has {num_ranks} ranks")
     order = np.lexsort((local, request, rank))
+    held = np.bincount(rank, minlength=num_ranks)
+    counts = np.full_like(held, held.max()) if padded else held
     place = np.empty_like(order)
-    place[order] = np.arange(len(order))
+    place[order] = np.concatenate(
+        [start + np.arange(n) for start, n in zip(np.cumsum(counts) - counts, held, strict=True)]
+    )
     arrival = []
     for i, plan in enumerate(plans):
         mine = request == i
         where = np.empty(plan.parts[0].stop - plan.parts[0].start, np.int64)
         where[target[mine]] = place[mine]
         arrival.append(torch.from_numpy(where))
-    counts = np.bincount(rank, minlength=num_ranks)
-    borders = np.cumsum(counts)[:-1]
+    borders = np.cumsum(held)[:-1]
     send = zip(np.split(request[order], borders), np.split(local[order], borders), strict=True)
     return GatherSchedule(tuple(int(c) for c in counts), tuple(send), tuple(arrival))
 

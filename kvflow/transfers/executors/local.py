@@ -1,7 +1,8 @@
 """LocalEndpoint: the endpoint protocol between the threads of one process.
 
-Endpoints meet in a `LocalFabric`, a value that whoever builds a world hands to all of them. A pull
-writes on a thread of its own, so it can miss its deadline and go on writing, as a network would.
+Endpoints meet in a `LocalFabric`, a value that whoever builds a world hands to all of them. A
+transfer writes on a thread of its own, so it can miss its deadline and go on writing, as a network
+would.
 """
 
 import secrets
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from attrs import define, field, frozen
 
 from kvflow.errors import TransferError
+from kvflow.kernels.rows import PageView
 from kvflow.transfers.executors.base import RankCache, TransferReport
 from kvflow.transfers.executors.seal import digest_rows, seal, unseal
 from kvflow.transfers.executors.strided import move_runs
@@ -49,8 +51,11 @@ class LocalFabric:
 
 @frozen(eq=False)
 class _Move:
+    """One component on one link, between two endpoints by name."""
+
     component: str
     source: str
+    target: str
     runs: SlotRuns
 
 
@@ -95,12 +100,37 @@ class LocalEndpoint:
         timeout: float,
         verify: bool = False,
     ) -> TransferReport:
+        return self._transfer(bound, dst_rank, peers, timeout, verify, pull=True)
+
+    def push(
+        self,
+        bound: BoundPlan,
+        src_rank: int,
+        peers: Mapping[int, str],
+        *,
+        timeout: float,
+        verify: bool = False,
+    ) -> TransferReport:
+        """See `Pusher.push`."""
+        return self._transfer(bound, src_rank, peers, timeout, verify, pull=False)
+
+    def _transfer(
+        self,
+        bound: BoundPlan,
+        rank: int,
+        peers: Mapping[int, str],
+        timeout: float,
+        verify: bool,
+        *,
+        pull: bool,
+    ) -> TransferReport:
         begin = time.monotonic()
         if self._closed:
             raise TransferError(f"{self.name} is closed")
-        if dst_rank != self.cache.rank:
-            raise TransferError(f"a pull for rank {dst_rank} at the cache of {self.cache.rank}")
-        moves, num_links = self._moves(bound, peers)
+        if rank != self.cache.rank:
+            word = "pull" if pull else "push"
+            raise TransferError(f"a {word} for rank {rank} at the cache of {self.cache.rank}")
+        moves, num_links = self._moves(bound, peers, pull=pull)
         if moves:
             self._write(moves, timeout)
         if verify:
@@ -116,17 +146,23 @@ class LocalEndpoint:
             verified=True if verify else None,
         )
 
-    def _moves(self, bound: BoundPlan, peers: Mapping[int, str]) -> tuple[list[_Move], int]:
-        """Every move of the plan, its source proven to be there."""
-        moves, ranks = [], set()
-        for part, rank, runs in bound.links_to(self.cache.rank):
+    def _moves(
+        self, bound: BoundPlan, peers: Mapping[int, str], *, pull: bool
+    ) -> tuple[list[_Move], int]:
+        """Every move of the plan that begins or ends here, both ends proven to be there."""
+        moves, ranks, here = [], set(), self.cache.rank
+        for part, rank, runs in bound.links_to(here) if pull else bound.links_from(here):
             if peers.get(rank) not in self._peers:
-                raise TransferError(f"rank {rank} is read, but {peers.get(rank)} is not connected")
-            source = self.fabric.cache_of(peers[rank])
+                word = "read" if pull else "written"
+                raise TransferError(
+                    f"rank {rank} is {word}, but {peers.get(rank)} is not connected"
+                )
+            there = self.fabric.cache_of(peers[rank])
             for name in part.components:
-                if name not in source.pages or name not in self.cache.pages:
+                if name not in there.pages or name not in self.cache.pages:
                     raise TransferError(f"component {name!r} is missing at one side")
-                moves.append(_Move(name, peers[rank], runs))
+                ends = (peers[rank], self.name) if pull else (self.name, peers[rank])
+                moves.append(_Move(name, *ends, runs))
             ranks.add(rank)
         return moves, len(ranks)
 
@@ -137,16 +173,15 @@ class LocalEndpoint:
             try:
                 for done, move in enumerate(moves):
                     self._pass(done)
-                    source = self.fabric.cache_of(move.source).pages[move.component]
-                    move_runs(move.runs, source, self.cache.pages[move.component])
+                    move_runs(move.runs, *self._ends(move))
                 self._pass(len(moves))
-            except Exception as e:  # carried to the puller
+            except Exception as e:  # carried to whoever waits
                 failure.append(e)
 
-        writer = threading.Thread(target=work, name=f"pull-{self.name}", daemon=True)
+        writer = threading.Thread(target=work, name=f"transfer-{self.name}", daemon=True)
         writer.start()
         writer.join(timeout)
-        if writer.is_alive():  # only the puller assigns, `quiesced` is asked on other threads
+        if writer.is_alive():  # only who waits assigns, `quiesced` is asked on other threads
             self._late = (*(w for w in self._late if w.is_alive()), writer)
             raise TransferError(f"{len(moves)} moves did not end within {timeout:.3f} s")
         if failure:
@@ -159,13 +194,17 @@ class LocalEndpoint:
     def _verify(self, moves: list[_Move]) -> None:
         for move in moves:
             src, dst = move.runs.expand()
-            theirs = digest_rows(self.fabric.cache_of(move.source).pages[move.component], src)
-            mine = digest_rows(self.cache.pages[move.component], dst)
+            source, target = self._ends(move)
+            theirs, mine = digest_rows(source, src), digest_rows(target, dst)
             if theirs != mine:
                 raise TransferError(
-                    f"{move.component} from {move.source}: source digest {theirs.hex()}, "
-                    f"here {mine.hex()}"
+                    f"{move.component} from {move.source} to {move.target}: source digest "
+                    f"{theirs.hex()}, target {mine.hex()}"
                 )
+
+    def _ends(self, move: _Move) -> tuple[PageView, PageView]:
+        source, target = (self.fabric.cache_of(name) for name in (move.source, move.target))
+        return source.pages[move.component], target.pages[move.component]
 
     def quiesced(self) -> bool:
         return not any(w.is_alive() for w in self._late)
