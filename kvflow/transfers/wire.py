@@ -1,0 +1,90 @@
+"""Plans on the wire: what a plan was derived from travels, never its runs.
+
+The receiver derives the plan again and compares digests, so a message cannot make it move anything
+that its own planner would not. A message is as small for a million tokens as for one.
+"""
+
+import json
+from typing import Any
+
+from kvflow.errors import KvflowError, PlanError
+from kvflow.layouts.wire import layout_from_wire, layout_to_wire
+from kvflow.transfers.plan import Plan
+from kvflow.transfers.planner import plan_transfer
+
+VERSION = 1
+"""Version of the message; another one is refused."""
+
+_KEYS = ("version", "src", "dst", "tokens", "absent", "digest")
+
+
+def plan_to_wire(plan: Plan) -> bytes:
+    """JSON (UTF-8) of both layouts, the tokens, what is deliberately not moved, and the digest.
+    Equal plans give equal bytes on any machine. Only what `plan_transfer` derives arrives."""
+    src, dst = layout_to_wire(plan.src), layout_to_wire(plan.dst)
+    message = {
+        "version": VERSION,
+        "src": src,
+        "dst": {key: value for key, value in dst.items() if value != src.get(key)},
+        "tokens": list(plan.tokens),
+        "absent": sorted(plan.absent),
+        "digest": plan.digest,
+    }
+    return json.dumps(message, sort_keys=True, separators=(",", ":")).encode()
+
+
+def plan_from_wire(message: bytes) -> Plan:
+    """The plan, derived anew from what the message says it was derived from.
+
+    Raises `PlanError` with both values for another version, for fields that are missing or
+    unknown, and for a digest that the derived plan does not have; `LayoutError` for an unlawful
+    layout, and whatever `plan_transfer` raises for layouts that allow no such plan.
+    """
+    said = _parsed(message)
+    src = layout_from_wire(said["src"])
+    dst = layout_from_wire({**said["src"], **said["dst"]})
+    absent = said["absent"]
+    shared = (set(src.spec.names) & set(dst.spec.names)) - set(absent)
+    plan = plan_transfer(src, dst, said["tokens"], components=shared, absent=absent)
+    if plan.digest != said["digest"]:
+        raise PlanError(
+            f"the plan that arrived has digest {said['digest']!r}, the one derived here from the "
+            f"same layouts and tokens has {plan.digest!r}"
+        )
+    return plan
+
+
+def _parsed(message: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(message.decode(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, KvflowError):
+            raise
+        raise PlanError(f"malformed plan message: {error}") from error
+    if not isinstance(said, dict):
+        raise PlanError(f"a plan message is an object, got {type(said).__name__}")
+    if type(said.get("version")) is not int or said["version"] != VERSION:
+        raise PlanError(f"plan has wire version {said.get('version')!r}, this side reads {VERSION}")
+    if said.keys() != set(_KEYS):
+        raise PlanError(f"a plan message has the fields {sorted(_KEYS)}, got {sorted(said)}")
+    _check_types(said)
+    return said
+
+
+def _check_types(said: dict[str, Any]) -> None:
+    absent, tokens = said["absent"], said["tokens"]
+    if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
+        raise PlanError(f"absent is {absent!r}, must be a list of component names")
+    if not isinstance(tokens, list) or len(tokens) != 2:
+        raise PlanError(f"tokens is {tokens!r}, must be [start, stop]")
+    for side in ("src", "dst"):
+        if not isinstance(said[side], dict):
+            raise PlanError(f"{side} is {said[side]!r}, must be an object")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in which no field is said twice."""
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) != len(keys):
+        raise PlanError(f"fields said twice: {sorted({k for k in keys if keys.count(k) > 1})}")
+    return dict(pairs)

@@ -1,0 +1,130 @@
+"""Plans on the wire: small, deterministic, derived anew, and refused when anything was changed."""
+
+import json
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from planning import SPEC, dcp, layout, whole, with_runs
+
+from kvflow.errors import KvflowError, LayoutError, PlanError
+from kvflow.layouts import GLM_5_3, KVCacheSpec, KVLayout, Paged, Placement, RoundRobin
+from kvflow.layouts.sharding import Replicated
+from kvflow.testing import Case, cases
+from kvflow.transfers.plan import Plan
+from kvflow.transfers.planner import plan_transfer
+from kvflow.transfers.wire import VERSION, plan_from_wire, plan_to_wire
+
+PLAN = plan_transfer(dcp(3), whole(8), (2, 23))
+
+
+def changed(plan: Plan = PLAN, **fields: object) -> bytes:
+    return json.dumps(json.loads(plan_to_wire(plan)) | fields).encode()
+
+
+@given(case=cases())
+def test_a_plan_arrives_as_it_left(case: Case) -> None:
+    plan = plan_transfer(case.src.layout, case.dst.layout, case.tokens)
+    message = plan_to_wire(plan)
+    arrived = plan_from_wire(message)
+    assert arrived == plan
+    assert (arrived.src, arrived.dst, arrived.tokens) == (plan.src, plan.dst, plan.tokens)
+    assert plan_to_wire(arrived) == message
+
+
+def test_what_is_absent_arrives() -> None:
+    plan = plan_transfer(dcp(3), whole(), (0, 7), absent=["latent.2", "indexer.2"])
+    arrived = plan_from_wire(plan_to_wire(plan))
+    assert arrived == plan
+    assert arrived.absent == ("indexer.2", "latent.2")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 1024, 1 << 20])
+def test_fault_k09_a_message_stays_small_however_long_the_request(num_tokens: int) -> None:
+    spec = KVCacheSpec.from_config(GLM_5_3)
+    planar = KVLayout.uniform(spec, Placement.simple(RoundRobin(8)), Paged(64))
+    same = KVLayout.uniform(spec, Placement.simple(Replicated()), Paged(64))
+    rows_spec = KVCacheSpec.from_config(GLM_5_3, index_arrangement="row")
+    rows = KVLayout.uniform(rows_spec, Placement.simple(Replicated()), Paged(16))
+    sizes = [len(plan_to_wire(plan_transfer(planar, d, (0, num_tokens)))) for d in (same, rows)]
+    assert max(sizes) < 40_000, sizes
+    if num_tokens == 1 << 20:
+        plan = plan_transfer(planar, rows, (0, num_tokens))
+        assert plan.num_runs > 100_000
+        assert plan_from_wire(plan_to_wire(plan)) == plan
+
+
+def test_a_plan_that_was_not_derived_does_not_arrive() -> None:
+    runs = PLAN.parts[0].runs
+    moved = evolve(runs, src_local=runs.src_local + 1)
+    other = with_runs(PLAN, moved)
+    with pytest.raises(PlanError) as refused:
+        plan_from_wire(plan_to_wire(other))
+    assert other.digest in str(refused.value)
+    assert PLAN.digest in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"version": 2}, f"version 2, this side reads {VERSION}"),
+        ({"version": True}, "version True"),
+        ({"version": None}, "version None"),
+        ({"digest": "0" * 64}, "0" * 64),
+        ({"digest": None}, "digest None"),
+        ({"tokens": [2, 24]}, PLAN.digest),
+        ({"tokens": [2]}, r"\[2\], must be"),
+        ({"tokens": [2, 2.5]}, "2.5"),
+        ({"tokens": [-1, 4]}, "range inside"),
+        ({"tokens": "22"}, "must be"),
+        ({"absent": ["latent.0"]}, PLAN.digest),
+        ({"absent": ["latent.9"]}, "latent.9"),
+        ({"absent": "latent.0"}, "list of component names"),
+        ({"absent": [1]}, "list of component names"),
+        ({"src": []}, "must be an object"),
+        ({"dst": {"form": 0}}, "form 0"),
+        ({"dst": {}}, PLAN.digest),
+        ({"runs": []}, "runs"),
+    ],
+)
+def test_a_changed_message_is_refused(fields, says: str) -> None:
+    with pytest.raises(KvflowError, match=says):
+        plan_from_wire(changed(**fields))
+
+
+def test_a_changed_layout_is_seen_by_the_digest() -> None:
+    said = json.loads(plan_to_wire(PLAN))
+    said["src"]["ranks"] = said["src"]["ranks"][::-1]
+    with pytest.raises(PlanError, match=PLAN.digest):
+        plan_from_wire(json.dumps(said).encode())
+
+
+@pytest.mark.parametrize("message", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000])
+def test_what_is_no_message_is_refused(message: bytes) -> None:
+    with pytest.raises(PlanError):
+        plan_from_wire(message)
+
+
+def test_a_missing_field_and_one_said_twice_are_refused() -> None:
+    said = json.loads(plan_to_wire(PLAN))
+    del said["digest"]
+    with pytest.raises(PlanError, match="has the fields"):
+        plan_from_wire(json.dumps(said).encode())
+    twice = plan_to_wire(PLAN).replace(b'"version":1', b'"version":1,"version":1')
+    with pytest.raises(PlanError, match=r"said twice: \['version'\]"):
+        plan_from_wire(twice)
+
+
+def test_an_unlawful_layout_is_refused_by_its_own_constructor() -> None:
+    said = json.loads(plan_to_wire(PLAN))
+    said["src"]["ranks"] = [[0], [0], [1]]
+    with pytest.raises(LayoutError, match="ranks of its own"):
+        plan_from_wire(json.dumps(said).encode())
+
+
+def test_layouts_of_one_spec_say_it_once() -> None:
+    apart = layout(RoundRobin(3), spec=evolve(SPEC, content=()))
+    other = layout(Replicated(), spec=evolve(SPEC, content=()))
+    same, lone = plan_transfer(apart, other, (0, 3)), plan_to_wire(PLAN)
+    assert "components" not in json.loads(plan_to_wire(same))["dst"]
+    assert "components" in json.loads(lone)["src"]
