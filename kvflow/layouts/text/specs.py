@@ -1,0 +1,242 @@
+"""Text of what a cache holds: a model by name, a record, or a list of components."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise, product
+from types import MappingProxyType
+from typing import Any, get_args
+
+from kvflow.errors import LayoutError
+from kvflow.layouts.record import KVDType, Record
+from kvflow.layouts.spec import GLM_5_3, Component, Kind, KVCacheSpec, Part
+from kvflow.layouts.text.records import RECORDS, format_record, is_record, read_record
+from kvflow.layouts.text.scan import TextError, Word
+
+TINY: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_hidden_layers": 2,
+        "num_nextn_predict_layers": 1,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "index_head_dim": 8,
+        "indexer_types": ["full", "shared"],
+    }
+)
+"""A model small enough to move by hand: five components, three layers."""
+
+MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"glm-5.3": GLM_5_3, "glm-5.2": GLM_5_3, "tiny": TINY}
+)
+"""Models by name. The caches of GLM-5.2 and 5.3 have the same shape."""
+
+_INDEX = ("planar", "row")
+EXPECTED = (
+    f"a model ({', '.join(MODELS)}, with /{'|'.join(get_args(KVDType))} and /row if wanted), "
+    f"a record ({', '.join(RECORDS)}) or {{component:record,...}}"
+)
+_ITEM = re.compile(
+    r"(?P<kind>\w+)\.(?P<layers>[0-9+/-]+)(?:@(?P<part>\w+))?:(?P<record>.*)", re.DOTALL
+)
+_LAYERS = re.compile(r"([0-9]+)(?:-([0-9]+)(?:/([0-9]+))?)?")
+
+
+def is_spec(word: Word) -> bool:
+    """Whether a word looks like a spec."""
+    return word.text.startswith("{") or word.text.split("/")[0] in MODELS or is_record(word)
+
+
+def read_spec(word: Word) -> KVCacheSpec:
+    """`MODEL[/DTYPE][/row]`, a record (one component, layer 0), or components in braces: those of
+    a brace stand in layer order, several braces follow each other."""
+    try:
+        if word.text.startswith("{"):
+            return KVCacheSpec(tuple(c for brace in _braces(word) for c in _read_brace(brace)))
+        if is_record(word):
+            record = read_record(word)
+            return KVCacheSpec((Component(_kind_of(record), 0, record),))
+        return _read_model(word)
+    except TextError:
+        raise
+    except LayoutError as error:
+        word.fail(f"a lawful spec, but {error}")
+
+
+def _kind_of(record: Record) -> Kind:
+    """The kind that a record alone suggests: the language says any other one in braces."""
+    name = record.fields[0].name
+    if name != "latent" and record.num_heads == 1:
+        return "indexer"
+    return name if name in get_args(Kind) else "latent"  # type: ignore[return-value]
+
+
+def _read_model(word: Word) -> KVCacheSpec:
+    name, *options = word.split("/")
+    if name.text not in MODELS:
+        word.fail(EXPECTED)
+    dtype, index = "fp8", "planar"
+    for option in options:
+        if option.text in get_args(KVDType):
+            dtype = option.text
+        elif option.text in _INDEX:
+            index = option.text
+        else:
+            option.fail(f"one of {', '.join((*get_args(KVDType), *_INDEX))}")
+    return _model(name.text, dtype, index)
+
+
+@lru_cache
+def _model(name: str, dtype: str, index: str) -> KVCacheSpec:
+    return KVCacheSpec.from_config(MODELS[name], kv_dtype=dtype, index_arrangement=index)  # type: ignore[arg-type]
+
+
+# --- components -----------------------------------------------------------------------------------
+
+
+def _braces(word: Word) -> list[Word]:
+    """`{a}{b}` as the insides of its braces."""
+    found, begin, depth = [], 0, 0
+    for at, c in enumerate(word.text):
+        if depth == 0 and c != "{":
+            word.sub(at).fail("{component:record,...}")
+        depth += (c == "{") - (c == "}")
+        if depth == 0:
+            found.append(word.sub(begin + 1, at))
+            begin = at + 1
+    return found
+
+
+def _read_brace(word: Word) -> list[Component]:
+    components = [c for item in word.split(",") for c in _read_item(item)]
+    return sorted(components, key=lambda c: c.layer_id)
+
+
+def _read_item(word: Word) -> list[Component]:
+    match = _ITEM.fullmatch(word.text)
+    if match is None:
+        word.fail("components as kind.layers:record, like latent.0-77:fp8_ds_mla")
+    record = read_record(word.sub(match.start("record")))
+    kind, part = match["kind"], match["part"] or "main"
+    layers = read_layers(word.sub(match.start("layers"), match.end("layers")))
+    return [Component(kind, layer, record, part) for layer in layers]  # type: ignore[arg-type]
+
+
+def read_layers(word: Word) -> list[int]:
+    """`0-2+6-74/4+78` as numbers: ranges with both ends, perhaps with a step."""
+    layers: list[int] = []
+    for part in word.split("+"):
+        match = _LAYERS.fullmatch(part.text)
+        if match is None:
+            part.fail("layers as 3, 0-77 or 6-74/4, joined by +")
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if last < first or step < 1:
+            part.fail("layers that ascend")
+        layers += range(first, last + 1, step)
+    return layers
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """The inverse of `read_layers` for ascending numbers."""
+    parts, at = [], 0
+    while at < len(layers):
+        step = layers[at + 1] - layers[at] if at + 1 < len(layers) else 1
+        end = at
+        while end + 1 < len(layers) and layers[end + 1] - layers[end] == step:
+            end += 1
+        if end - at < 2:  # two numbers are no range, but for neighbours
+            end = at + 1 if end > at and step == 1 else at
+        span = f"-{layers[end]}" + (f"/{step}" if step > 1 else "") if end > at else ""
+        parts.append(f"{layers[at]}{span}")
+        at = end + 1
+    return "+".join(parts)
+
+
+def format_spec(spec: KVCacheSpec) -> list[str]:
+    """The words of a spec: the model or the components, and the content where it has to be said."""
+    for name, dtype, index in product(MODELS, get_args(KVDType), _INDEX):
+        known = _model(name, dtype, index)
+        if known.components == spec.components and _extends(known.content, spec.content):
+            own = [pair for pair in spec.content if pair not in known.content]
+            options = f"/{dtype}" + (f"/{index}" if index != "planar" else "")
+            return [name + options, *_content_words(own)]
+    if len(spec.components) == 1:
+        component = spec.components[0]
+        if component == Component(_kind_of(component.record), 0, component.record):
+            return [format_record(component.record), *_content_words(spec.content)]
+    braces = "".join(f"{{{_format_brace(run)}}}" for run in _ordered_runs(spec.components))
+    return [braces, *_content_words(spec.content)]
+
+
+def _extends(known: Iterable[tuple[str, str]], said: Iterable[tuple[str, str]]) -> bool:
+    """Whether `said` is what `with_content` makes of `known` and the pairs that are not in it."""
+    own = [pair for pair in said if pair not in set(known)]
+    return with_content(known, own) == tuple(said)
+
+
+def _ordered_runs(components: tuple[Component, ...]) -> list[tuple[Component, ...]]:
+    """Cut where the layers step back, so that a brace says each run; else one by one."""
+    cuts = [
+        i for i in range(1, len(components)) if components[i].layer_id < components[i - 1].layer_id
+    ]
+    edges = [0, *cuts, len(components)]
+    runs: list[tuple[Component, ...]] = []
+    for a, b in pairwise(edges):
+        run = components[a:b]
+        text = _format_brace(run)
+        same = tuple(_read_brace(Word(text, 0, text))) == run
+        runs += [run] if same else [(c,) for c in run]
+    return runs
+
+
+def _format_brace(components: Iterable[Component]) -> str:
+    layers: dict[tuple[Kind, Part, Record], list[int]] = {}
+    for c in components:
+        layers.setdefault((c.kind, c.part, c.record), []).append(c.layer_id)
+    return ",".join(
+        f"{kind}.{format_layers(ids)}{'' if part == 'main' else '@' + part}:{format_record(record)}"
+        for (kind, part, record), ids in layers.items()
+    )
+
+
+# --- content --------------------------------------------------------------------------------------
+
+
+def read_content(word: Word) -> list[tuple[str, str]]:
+    """`content(key=value,...)`; what is no plain word is quoted as in JSON."""
+    call = word.call()
+    if call is None or call[0] != "content":
+        word.fail("content(key=value,...)")
+    pairs = []
+    for argument in call[1]:
+        parts = argument.split("=")
+        if len(parts) != 2:
+            argument.fail("key=value")
+        pairs.append((_unquoted(parts[0]), _unquoted(parts[1])))
+    return pairs
+
+
+def with_content(
+    known: Iterable[tuple[str, str]], own: Iterable[tuple[str, str]]
+) -> tuple[tuple[str, str], ...]:
+    """What a model says of its content, and what else is said: sorted if both say something."""
+    both = (*known, *own)
+    return tuple(sorted(both)) if known and own else both
+
+
+def _content_words(content: Sequence[tuple[str, str]]) -> list[str]:
+    pairs = ",".join(f"{_quoted(key)}={_quoted(value)}" for key, value in content)
+    return [f"content({pairs})"] if content else []
+
+
+def _quoted(text: str) -> str:
+    return text if re.fullmatch(r"[\w./-]+", text, re.ASCII) else json.dumps(text)
+
+
+def _unquoted(word: Word) -> str:
+    if not word.text.startswith('"'):
+        return word.text
+    try:
+        return str(json.loads(word.text))
+    except json.JSONDecodeError:
+        word.fail("a text in quotes as in JSON")
