@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvflow.errors import LayoutError
 from kvflow.layouts.paging import PADDING_SLOT, bytes_of_slots
-from kvflow.layouts.record import Piece, Record
+from kvflow.layouts.pieces import Heads, Piece
+from kvflow.layouts.record import Record
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -33,7 +34,6 @@ class PageView:
     block_size: int
     block_stride: int
     offset: int = 0
-    pieces: tuple[Piece, ...] = field(init=False, repr=False)
     num_blocks: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -47,7 +47,7 @@ class PageView:
             raise LayoutError(
                 f"block_size {self.block_size} must be at least 1, offset {self.offset} at least 0"
             )
-        page = self.record.page_nbytes(self.block_size)
+        page = self.record.page_extent(self.block_size)
         if self.block_stride < page:
             raise LayoutError(f"block_stride {self.block_stride} is below a page of {page} bytes")
         spare = len(self.memory) - self.offset - page
@@ -57,7 +57,10 @@ class PageView:
                 f"memory has {len(self.memory)}"
             )
         object.__setattr__(self, "num_blocks", spare // self.block_stride + 1)
-        object.__setattr__(self, "pieces", self.record.pieces(self.block_size))
+
+    def pieces(self, heads: Heads | None = None) -> tuple[Piece, ...]:
+        """The bytes of a token in some heads (default: all), in the order of the packed row."""
+        return self.record.pieces(self.block_size, heads)
 
     @property
     def num_slots(self) -> int:
@@ -70,53 +73,65 @@ class PageView:
         return self.offset + bytes_of_slots(slots, self.block_size, self.block_stride, piece)
 
 
-def gather_rows(pages: PageView, slots: Tensor, out: Tensor | None = None) -> Tensor:
-    """Packed rows of the given slots.
+def gather_rows(
+    pages: PageView, slots: Tensor, out: Tensor | None = None, heads: Heads | None = None
+) -> Tensor:
+    """Packed rows of the given slots, in a range of the heads that the pages store (default: all).
 
     slots: int64 [n] on the device of the pages; `PADDING_SLOT` gives a row of zeros; repeats are
-    fine. out: uint8 [n, record.nbytes], contiguous, made when not given; it is returned.
+    fine. out: uint8 [n, record.row_nbytes(heads)], contiguous, made when not given; it is returned.
     Raises `LayoutError` before a byte moves for any other slot, shape, dtype or device.
     """
     run = _check_slots(pages, slots)
     if out is None:
-        shape = (len(slots), pages.record.nbytes)
+        shape = (len(slots), pages.record.row_nbytes(heads))
         out = torch.empty(shape, dtype=torch.uint8, device=slots.device)
-    _check_rows(pages, slots, out)
+    _check_rows(pages, slots, out, heads)
     if not out.is_contiguous():
         raise LayoutError(f"out has strides {out.stride()}, must be contiguous")
     if slots.device.type == "cuda":
         import kvflow.kernels.triton_rows as triton_rows
 
-        triton_rows.gather(pages, slots, out)
-    elif run is not None:
-        _copy_run(pages, run, out, to_pages=False)
+        triton_rows.gather(pages, slots, out, heads)
+    elif run is not None and _is_even(pages, heads):
+        _copy_run(pages, run, out, heads, to_pages=False)
     else:
-        _gather_indexed(pages, slots, out)
+        _gather_indexed(pages, slots, out, heads)
     return out
 
 
 def scatter_rows(
-    pages: PageView, slots: Tensor, rows: Tensor, *, check_unique: bool = True
+    pages: PageView,
+    slots: Tensor,
+    rows: Tensor,
+    heads: Heads | None = None,
+    *,
+    check_unique: bool = True,
 ) -> None:
-    """Write packed rows to the given slots; every other byte of the memory stays as it is.
+    """Write packed rows to the given slots, in a range of the heads that the pages store (default:
+    all); every other byte of the memory stays as it is.
 
-    slots: int64 [n]; rows at `PADDING_SLOT` are skipped. rows: uint8 [n, record.nbytes].
+    slots: int64 [n]; rows at `PADDING_SLOT` are skipped. rows: uint8 [n, record.row_nbytes(heads)].
     Raises `LayoutError` before a byte moves for any other slot, a slot named twice (unless
     `check_unique` is off: then which row stays is undefined), or a wrong shape, dtype or device.
     """
     run = _check_slots(pages, slots)
-    _check_rows(pages, slots, rows)
+    _check_rows(pages, slots, rows, heads)
     if check_unique and run is None:
         _check_unique(slots)
     rows = rows.contiguous()
     if slots.device.type == "cuda":
         import kvflow.kernels.triton_rows as triton_rows
 
-        triton_rows.scatter(pages, slots, rows)
-    elif run is not None:
-        _copy_run(pages, run, rows, to_pages=True)
+        triton_rows.scatter(pages, slots, rows, heads)
+    elif run is not None and _is_even(pages, heads):
+        _copy_run(pages, run, rows, heads, to_pages=True)
     else:
-        _scatter_indexed(pages, slots, rows)
+        _scatter_indexed(pages, slots, rows, heads)
+
+
+def _is_even(pages: PageView, heads: Heads | None) -> bool:
+    return not any(piece.tiles for piece in pages.pieces(heads))
 
 
 def _check_slots(pages: PageView, slots: Tensor) -> int | None:
@@ -140,8 +155,8 @@ def _check_slots(pages: PageView, slots: Tensor) -> int | None:
     return low if torch.equal(slots, torch.arange(low, high + 1)) else None
 
 
-def _check_rows(pages: PageView, slots: Tensor, rows: Tensor) -> None:
-    expected = (len(slots), pages.record.nbytes)
+def _check_rows(pages: PageView, slots: Tensor, rows: Tensor, heads: Heads | None) -> None:
+    expected = (len(slots), pages.record.row_nbytes(heads))
     if rows.dtype != torch.uint8 or tuple(rows.shape) != expected or rows.device != slots.device:
         raise LayoutError(
             f"rows are {rows.dtype} {list(rows.shape)} on {rows.device}, must be torch.uint8 "
@@ -167,13 +182,16 @@ def _check_unique(slots: Tensor) -> None:
         )
 
 
-def _gather_indexed(pages: PageView, slots: Tensor, out: Tensor) -> None:
+def _gather_indexed(
+    pages: PageView, slots: Tensor, out: Tensor, heads: Heads | None = None
+) -> None:
     padding = slots < 0
     padded = bool(padding.any())
     if padded:
         slots = slots.clamp_min(0)
-    for piece in pages.pieces:
-        if piece.nbytes == pages.record.nbytes and pages.block_stride % piece.nbytes == 0:
+    for piece in pages.pieces(heads):
+        packed = piece.nbytes == out.shape[1] == piece.stride and not piece.tiles
+        if packed and pages.block_stride % piece.nbytes == 0:
             first = pages.offset + piece.offset
             count = (len(pages.memory) - first) // piece.nbytes
             items = pages.memory[first : first + count * piece.nbytes].view(count, piece.nbytes)
@@ -188,11 +206,13 @@ def _gather_indexed(pages: PageView, slots: Tensor, out: Tensor) -> None:
         out.masked_fill_(padding[:, None], 0)
 
 
-def _scatter_indexed(pages: PageView, slots: Tensor, rows: Tensor) -> None:
+def _scatter_indexed(
+    pages: PageView, slots: Tensor, rows: Tensor, heads: Heads | None = None
+) -> None:
     keep = slots >= 0
     if not bool(keep.all()):
         slots, rows = slots[keep], rows[keep]
-    for piece in pages.pieces:
+    for piece in pages.pieces(heads):
         items, index = _page_items(pages, slots, piece)
         items[index] = _row_items(rows, piece)
 
@@ -205,9 +225,10 @@ def _page_items(
     """`piece` of every slot as items of one array, and the index of each slot in it. The items
     start at every common divisor of the two strides, so they overlap; the index picks only true
     ones."""
-    unit = gcd(pages.block_stride, piece.stride)
+    unit = gcd(pages.block_stride, piece.stride, *(stride for _, stride in piece.tiles))
     first = pages.offset + piece.offset
-    reach = (pages.num_blocks - 1) * pages.block_stride + (pages.block_size - 1) * piece.stride
+    last = torch.tensor([pages.num_slots - 1], dtype=torch.int64)
+    reach = int(pages.byte_offsets(last, piece)) - first
     items = np.ndarray(
         (reach // unit + 1,), _item(piece), pages.memory.numpy(), offset=first, strides=(unit,)
     )
@@ -229,7 +250,9 @@ def _item(piece: Piece) -> str:
     return f"u{piece.nbytes}" if piece.nbytes in _WORDS else f"V{piece.nbytes}"
 
 
-def _copy_run(pages: PageView, start: int, rows: Tensor, *, to_pages: bool) -> None:
+def _copy_run(
+    pages: PageView, start: int, rows: Tensor, heads: Heads | None = None, *, to_pages: bool
+) -> None:
     """Copy the slots start, start + 1, ... as a partial block, whole blocks, a partial block."""
     size, end, position = pages.block_size, start + len(rows), 0
     while start < end:
@@ -238,7 +261,7 @@ def _copy_run(pages: PageView, start: int, rows: Tensor, *, to_pages: bool) -> N
         num_blocks = (end - start) // size if whole else 1
         tokens = size if whole else min(size - within, end - start)
         part = rows[position : position + num_blocks * tokens].view(num_blocks, tokens, -1)
-        for piece in pages.pieces:
+        for piece in pages.pieces(heads):
             first = pages.offset + piece.offset + block * pages.block_stride + within * piece.stride
             page, row = _word_views(pages, piece, first, part)
             if to_pages:

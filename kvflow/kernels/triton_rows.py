@@ -18,7 +18,8 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from kvflow.layouts.record import Piece
+from kvflow.errors import LayoutError
+from kvflow.layouts.pieces import Heads, Piece
 
 if TYPE_CHECKING:
     from kvflow.kernels.rows import PageView
@@ -90,6 +91,8 @@ def launch(
 ) -> Launch:
     """Arguments that move `piece` of every row: int32 words where every address allows it, bytes
     where not. `tile_nbytes` is a power of two."""
+    if piece.tiles:
+        raise LayoutError(f"pages of {pages.record} are tiled, the kernels move even steps only")
     first = pages.offset + piece.offset
     word = gcd(
         4, first, pages.block_stride, piece.stride, piece.nbytes, piece.record_offset,
@@ -116,15 +119,27 @@ def launch(
     )
 
 
-def gather(pages: "PageView", slots: Tensor, out: Tensor, tile_nbytes: int = TILE_NBYTES) -> None:
+def gather(
+    pages: "PageView",
+    slots: Tensor,
+    out: Tensor,
+    heads: Heads | None = None,
+    tile_nbytes: int = TILE_NBYTES,
+) -> None:
     """`gather_rows` without its checks, one launch per piece."""
-    for piece in pages.pieces if len(slots) else ():
+    for piece in pages.pieces(heads) if len(slots) else ():
         it = launch(pages, piece, slots, out, tile_nbytes)
         gather_kernel[it.grid](*it.args, **it.constants)
 
 
-def scatter(pages: "PageView", slots: Tensor, rows: Tensor, tile_nbytes: int = TILE_NBYTES) -> None:
+def scatter(
+    pages: "PageView",
+    slots: Tensor,
+    rows: Tensor,
+    heads: Heads | None = None,
+    tile_nbytes: int = TILE_NBYTES,
+) -> None:
     """`scatter_rows` without its checks, one launch per piece."""
-    for piece in pages.pieces if len(slots) else ():
+    for piece in pages.pieces(heads) if len(slots) else ():
         it = launch(pages, piece, slots, rows, tile_nbytes)
         scatter_kernel[it.grid](*it.args, **it.constants)

@@ -1,7 +1,8 @@
 """Describe: immutable values that say where every KV byte of a request lives."""
 
+from kvflow.layouts.arrangement import Arrangement, Plane
 from kvflow.layouts.chunks import BalancedChunks, Contiguous
-from kvflow.layouts.layout import Binding, CacheGroup, KVLayout
+from kvflow.layouts.layout import Binding, CacheGroup, HeadShard, KVLayout, Stage
 from kvflow.layouts.mesh import Axis, Mesh, Placement
 from kvflow.layouts.paging import Dense, GlobalSlot, LocalSlot, Paged, Pool
 from kvflow.layouts.record import Field, Record, index_record, latent_record
@@ -10,6 +11,7 @@ from kvflow.layouts.spec import GLM_5_3, Component, KVCacheSpec
 
 __all__ = [
     "GLM_5_3",
+    "Arrangement",
     "Axis",
     "BalancedChunks",
     "Binding",
@@ -19,18 +21,21 @@ __all__ = [
     "Dense",
     "Field",
     "GlobalSlot",
+    "HeadShard",
     "KVCacheSpec",
     "KVLayout",
     "LocalSlot",
     "Mesh",
     "Paged",
     "Placement",
+    "Plane",
     "Pool",
     "Record",
     "Replicated",
     "RoundRobin",
     "Runs",
     "Sharding",
+    "Stage",
     "index_record",
     "latent_record",
 ]

@@ -1,18 +1,24 @@
 """KVLayout: spec x token placement x paging, and the bindings that make it concrete."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeVar
 
 import numpy as np
 from attrs import field, frozen
 
 from kvflow.errors import LayoutError
-from kvflow.layouts.mesh import Placement
+from kvflow.layouts.chunks import Contiguous
+from kvflow.layouts.mesh import Placement, rank_groups, rank_ids
 from kvflow.layouts.paging import Paging, kernel_slots, num_entries
+from kvflow.layouts.pieces import Heads
+from kvflow.layouts.record import Record
 from kvflow.layouts.sharding import Ints, IntsLike, frozen_ints
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.layouts.values import integer, names, tuple_of
+
+T = TypeVar("T", int, str)
 
 
 @frozen
@@ -36,25 +42,60 @@ def _groups(groups: Iterable[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 
 @frozen
+class Stage:
+    """Layer split: the components that only these ranks hold (a pipeline stage)."""
+
+    components: tuple[str, ...] = field(converter=names)
+    ranks: tuple[int, ...] = field(converter=rank_ids)
+
+    def __str__(self) -> str:
+        return f"{len(self.components)} components on {','.join(map(str, self.ranks))}"
+
+
+def _stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
+    return tuple_of(Stage, stages)
+
+
+@frozen
+class HeadShard:
+    """The heads ``[start, stop)`` of a component, and which ranks hold which of their tokens."""
+
+    heads: Heads
+    placement: Placement
+
+
+@frozen(cache_hash=True)
 class KVLayout:
     """Where every byte of a request's KV cache lives, up to the late bindings.
 
-    Maps (component, token, field) to one address per replica: total on the tokens of the
-    sharding, injective within a replica.
+    Maps (component, token, head, field) to one address per replica: total on the tokens of the
+    sharding, injective within a replica. A product of three shardings: `placement` deals tokens;
+    `head_ranks` are the ranks by TP coordinate, to which heads are dealt contiguously (by default
+    every rank holds all heads, and where coordinates outnumber heads they share them); `stages`
+    deal components. `hosts` groups the ranks that can copy to each other without a link.
     """
 
     spec: KVCacheSpec
     placement: Placement
     groups: tuple[CacheGroup, ...] = field(converter=_groups)
+    head_ranks: tuple[tuple[int, ...], ...] = field(default=(), converter=rank_groups)
+    stages: tuple[Stage, ...] = field(default=(), converter=_stages)
+    hosts: tuple[tuple[int, ...], ...] = field(default=(), converter=rank_groups)
 
     def __attrs_post_init__(self) -> None:
-        placed = [c for g in self.groups for c in g.components]
-        if sorted(placed) != sorted(self.spec.names):
-            odd = sorted(set(placed) ^ set(self.spec.names))
-            raise LayoutError(f"groups must place every component once; not so for {odd or placed}")
-        names = [g.name for g in self.groups]
-        if len(set(names)) != len(names):
-            raise LayoutError(f"groups named twice: {names}")
+        _check_once("groups", "component", [g.components for g in self.groups], self.spec.names)
+        group_names = [g.name for g in self.groups]
+        if len(set(group_names)) != len(group_names):
+            raise LayoutError(f"groups named twice: {group_names}")
+        if self.head_ranks:
+            _check_once("head_ranks", "rank", self.head_ranks, self.ranks)
+        if self.stages:
+            _check_once("stages", "component", [s.components for s in self.stages], self.spec.names)
+        flat = [rank for host in self.hosts for rank in host]
+        if len(set(flat)) != len(flat) or not set(flat) <= set(self.ranks):
+            raise LayoutError(f"hosts {self.hosts} must group ranks of {self.ranks}, each once")
+        for component in self.spec.names:
+            self.head_shards(component)
 
     @classmethod
     def uniform(
@@ -62,6 +103,10 @@ class KVLayout:
     ) -> "KVLayout":
         """All components in one group: one block id stands for a page of each."""
         return cls(spec, placement, (CacheGroup(group, spec.names, paging),))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.placement.all_ranks
 
     def group(self, name: str) -> CacheGroup:
         for g in self.groups:
@@ -75,12 +120,79 @@ class KVLayout:
                 return g
         raise LayoutError(f"no component {component!r} in {list(self.spec.names)}")
 
+    def head_shards(self, component: str) -> tuple[HeadShard, ...]:
+        """Who holds which heads of a component, ascending by head. Raises `LayoutError` for TP
+        coordinates that are neither fewer than the heads nor a multiple of them."""
+        num_heads = self.spec[component].record.num_heads
+        stage = next((s.ranks for s in self.stages if component in s.components), None)
+        return _head_shards(self.placement, self.head_ranks, num_heads, stage)
+
+    def head_shard_of(self, component: str, rank: int) -> HeadShard | None:
+        """The heads of a component on a rank, None where the rank holds nothing of it."""
+        for shard in self.head_shards(component):
+            if rank in shard.placement.all_ranks:
+                return shard
+        return None
+
+    def components_of(self, rank: int) -> tuple[str, ...]:
+        """The components of which a rank holds anything."""
+        return tuple(c for c in self.spec.names if self.head_shard_of(c, rank) is not None)
+
+    def local_record(self, component: str, rank: int) -> Record:
+        """The record that a rank stores: that of the heads it holds. Raises `LayoutError` for a
+        rank without the component."""
+        shard = self.head_shard_of(component, rank)
+        if shard is None:
+            raise LayoutError(f"rank {rank} holds nothing of {component}")
+        return self.spec[component].record.with_heads(shard.heads[1] - shard.heads[0])
+
+    def host_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks on the same host, the rank itself among them."""
+        return next((host for host in self.hosts if rank in host), (rank,))
+
     def num_blocks_for(self, length: int) -> dict[str, int]:
         """Block ids a request of `length` tokens needs, by group."""
         return {g.name: num_entries(self.placement, g.paging, length) for g in self.groups}
 
     def __str__(self) -> str:
-        return " ".join([str(self.placement), *map(str, self.groups)])
+        heads = [f"heads/{len(self.head_ranks)}"] if self.head_ranks else []
+        stages = [f"stages/{len(self.stages)}"] if self.stages else []
+        return " ".join([str(self.placement), *heads, *stages, *map(str, self.groups)])
+
+
+def _check_once(what: str, member: str, parts: Iterable[Iterable[T]], wanted: Sequence[T]) -> None:
+    placed = [one for part in parts for one in part]
+    if sorted(placed) != sorted(wanted):
+        odd = sorted(set(placed) ^ set(wanted))
+        raise LayoutError(f"{what} must place every {member} once; not so for {odd or placed}")
+
+
+@lru_cache(1024)
+def _head_shards(
+    placement: Placement,
+    head_ranks: tuple[tuple[int, ...], ...],
+    num_heads: int,
+    stage: tuple[int, ...] | None,
+) -> tuple[HeadShard, ...]:
+    if stage is not None:
+        placement = placement.on(stage)
+    num_coordinates = len(head_ranks)
+    if num_coordinates <= 1 or num_heads == 1:
+        return (HeadShard((0, num_heads), placement),)
+    if num_coordinates > num_heads and num_coordinates % num_heads:
+        raise LayoutError(
+            f"{num_coordinates} TP coordinates share {num_heads} heads: must be at most as many, "
+            f"or a multiple"
+        )
+    num_shards = min(num_coordinates, num_heads)
+    heads = Contiguous(num_shards, 0, num_heads).edges
+    holders = Contiguous(num_shards, 0, num_coordinates).edges
+    shards = []
+    for i in range(num_shards):
+        ranks = [r for group in head_ranks[holders[i] : holders[i + 1]] for r in group]
+        held = [r for r in ranks if r in placement.all_ranks]
+        shards.append(HeadShard((int(heads[i]), int(heads[i + 1])), placement.on(held)))
+    return tuple(shards)
 
 
 def _tables(tables: Mapping[str, IntsLike]) -> Mapping[str, Ints]:

@@ -5,7 +5,7 @@ other axes: then it names groups among the ranks those axes already have. PCP 4 
 over it is 4 ranks; PCP 2 x DCP 2 as plain axes is 4 ranks with shard strides of the product.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 from typing import SupportsIndex
 
@@ -122,8 +122,12 @@ class Mesh:
         return " ".join(map(str, self.axes))
 
 
-def _ranks(groups: Iterable[Iterable[SupportsIndex]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(integer(r, "rank") for r in items_of(group)) for group in items_of(groups))
+def rank_ids(ranks: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    return tuple(integer(r, "rank") for r in items_of(ranks))
+
+
+def rank_groups(groups: Iterable[Iterable[SupportsIndex]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(rank_ids(group) for group in items_of(groups))
 
 
 @frozen
@@ -131,7 +135,7 @@ class Placement:
     """A token sharding and, for each shard, the ranks that hold a copy of it."""
 
     sharding: Sharding
-    ranks: tuple[tuple[int, ...], ...] = field(converter=_ranks)
+    ranks: tuple[tuple[int, ...], ...] = field(converter=rank_groups)
 
     def __attrs_post_init__(self) -> None:
         if len(self.ranks) != self.sharding.num_shards:
@@ -155,6 +159,18 @@ class Placement:
     @property
     def all_ranks(self) -> tuple[int, ...]:
         return tuple(sorted(r for group in self.ranks for r in group))
+
+    def on(self, ranks: Collection[int]) -> "Placement":
+        """The same shards, held by some of the ranks alone. Raises `LayoutError` for a shard that
+        none of them holds."""
+        kept = tuple(tuple(r for r in group if r in ranks) for group in self.ranks)
+        for shard, group in enumerate(kept):
+            if not group:
+                raise LayoutError(
+                    f"shard {shard} of {self.sharding} lies on ranks {self.ranks[shard]}, "
+                    f"none of {sorted(ranks)}"
+                )
+        return Placement(self.sharding, kept)
 
     def shard_of(self, rank: int) -> int:
         """The shard a rank holds. Raises `LayoutError` for a rank outside the placement."""

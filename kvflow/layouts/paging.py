@@ -7,7 +7,7 @@ from attrs import field, frozen
 
 from kvflow.errors import LayoutError
 from kvflow.layouts.mesh import Placement
-from kvflow.layouts.record import Piece
+from kvflow.layouts.pieces import Piece
 from kvflow.layouts.sharding import Ints, IntsLike, RoundRobin, as_ints
 from kvflow.layouts.values import integer, not_negative, positive
 
@@ -132,9 +132,13 @@ def in_page(index: A, block_size: int) -> A:
 
 def bytes_of_slots(slots: A, block_size: int, block_stride: int, piece: Piece) -> A:
     """Where a piece of each slot begins, in bytes from the first page; 64-bit as `slots` is."""
-    pages = page_of(slots, block_size) * block_stride
-    begins: A = pages + in_page(slots, block_size) * piece.stride + piece.offset
-    return begins
+    begins: A = page_of(slots, block_size) * block_stride + piece.offset
+    index = in_page(slots, block_size)
+    for size, stride in reversed(piece.tiles):
+        begins = begins + in_page(index, size) * stride
+        index = page_of(index, size)
+    placed: A = begins + index * piece.stride
+    return placed
 
 
 def slots_of(paging: Paging, table: IntsLike, local: IntsLike) -> Ints:

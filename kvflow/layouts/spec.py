@@ -6,16 +6,18 @@ from typing import Any, Literal, get_args
 from attrs import field, frozen
 
 from kvflow.errors import LayoutError
-from kvflow.layouts.record import Arrangement, KVDType, Record, index_record, latent_record
+from kvflow.layouts.arrangement import Arrangement
+from kvflow.layouts.record import Field, KVDType, Record, index_record, latent_record
 from kvflow.layouts.values import integer, items_of, not_negative, tuple_of
 
-Kind = Literal["latent", "indexer"]
+Kind = Literal["latent", "indexer", "key", "value"]
 Part = Literal["main", "mtp"]
 
 
 @frozen
 class Component:
-    """One cached tensor of one layer. `layer_id` is absolute: MTP layers follow the main ones."""
+    """One cached tensor of one layer: MLA's latent rows, the indexer's keys, or the keys and the
+    values of attention heads. `layer_id` is absolute: MTP layers follow the main ones."""
 
     kind: Kind
     layer_id: int = field(converter=integer, validator=not_negative)
@@ -96,7 +98,7 @@ class KVCacheSpec:
         config: Mapping[str, Any],
         *,
         kv_dtype: KVDType = "fp8",
-        index_arrangement: Arrangement = "planar",
+        index_arrangement: Arrangement | str = "planar",
         content: Mapping[str, str] | None = None,
     ) -> "KVCacheSpec":
         """From the fields of an HF ``glm_moe_dsa`` config: a latent row per layer, an indexer key
@@ -122,6 +124,28 @@ class KVCacheSpec:
             "rms_norm_eps": str(config.get("rms_norm_eps")),
             **(content or {}),
         }
+        return cls(tuple(components), tuple(sorted(meaning.items())))
+
+    @classmethod
+    def of_attention(
+        cls,
+        num_layers: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        kv_dtype: str = "bfloat16",
+        key_order: Arrangement | str = "t h e",
+        value_order: Arrangement | str = "t h e",
+        content: Mapping[str, str] | None = None,
+    ) -> "KVCacheSpec":
+        """Keys and values of `num_heads` KV heads of `head_dim` elements in every layer (GQA), each
+        a component of its own; NHD pages by default."""
+        key = Record((Field("key", kv_dtype, head_dim, num_heads),), key_order)
+        value = Record((Field("value", kv_dtype, head_dim, num_heads),), value_order)
+        components = []
+        for i in range(num_layers):
+            components += [Component("key", i, key), Component("value", i, value)]
+        meaning = {"spec_version": "1", "kv_dtype": kv_dtype, **(content or {})}
         return cls(tuple(components), tuple(sorted(meaning.items())))
 
 

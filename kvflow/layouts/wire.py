@@ -10,14 +10,14 @@ import attrs
 
 from kvflow.errors import LayoutError
 from kvflow.layouts.chunks import BalancedChunks, Contiguous
-from kvflow.layouts.layout import CacheGroup, KVLayout
+from kvflow.layouts.layout import CacheGroup, KVLayout, Stage
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Dense, Paged, Pool
 from kvflow.layouts.record import Field, Record
 from kvflow.layouts.sharding import Replicated, RoundRobin
 from kvflow.layouts.spec import Component, KVCacheSpec
 
-FORM = 1
+FORM = 2
 """Version of the wire form."""
 
 _KINDS: dict[str, type] = {
@@ -37,6 +37,9 @@ def layout_to_wire(layout: KVLayout) -> dict[str, Any]:
             {"name": g.name, "components": list(g.components), "paging": _kind_to_wire(g.paging)}
             for g in layout.groups
         ],
+        "head_ranks": [list(group) for group in layout.head_ranks],
+        "stages": [[list(s.components), list(s.ranks)] for s in layout.stages],
+        "hosts": [list(host) for host in layout.hosts],
     }
 
 
@@ -53,7 +56,9 @@ def layout_from_wire(data: dict[str, Any]) -> KVLayout:
             CacheGroup(g["name"], g["components"], _kind_from_wire(g["paging"]))
             for g in data["groups"]
         )
-        return KVLayout(spec, Placement(_kind_from_wire(data["sharding"]), data["ranks"]), groups)
+        stages = tuple(Stage(components, ranks) for components, ranks in data["stages"])
+        placement = Placement(_kind_from_wire(data["sharding"]), data["ranks"])
+        return KVLayout(spec, placement, groups, data["head_ranks"], stages, data["hosts"])
     except LayoutError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -61,18 +66,18 @@ def layout_from_wire(data: dict[str, Any]) -> KVLayout:
 
 
 def _component_to_wire(c: Component) -> dict[str, Any]:
-    fields = [[f.name, f.dtype, f.num_elements] for f in c.record.fields]
+    fields = [[f.name, f.dtype, f.num_elements, f.num_heads] for f in c.record.fields]
     return {
         "kind": c.kind,
         "layer_id": c.layer_id,
         "part": c.part,
         "fields": fields,
-        "arrangement": c.record.arrangement,
+        "arrangement": str(c.record.arrangement),
     }
 
 
 def _component_from_wire(data: dict[str, Any]) -> Component:
-    fields = tuple(Field(name, dtype, n) for name, dtype, n in data["fields"])
+    fields = tuple(Field(name, dtype, n, heads) for name, dtype, n, heads in data["fields"])
     record = Record(fields, data["arrangement"])
     return Component(data["kind"], data["layer_id"], record, data["part"])
 

@@ -8,7 +8,8 @@ from typing import Any
 from attrs import NOTHING, fields, frozen
 
 from kvflow.errors import KvflowError
-from kvflow.layouts.record import Arrangement, KVDType
+from kvflow.layouts.arrangement import Arrangement
+from kvflow.layouts.record import KVDType
 from kvflow.layouts.spec import KVCacheSpec, full_index_layers
 
 
@@ -118,7 +119,7 @@ class GlmConfig:
         self,
         *,
         kv_dtype: KVDType,
-        index_arrangement: Arrangement = "planar",
+        index_arrangement: Arrangement | str = "planar",
         content: Mapping[str, str] | None = None,
     ) -> KVCacheSpec:
         """The components this model caches, its MTP layer included."""

@@ -12,7 +12,8 @@ from attrs import frozen
 from torch import Tensor
 
 from kvflow.comm import Comm
-from kvflow.layouts.record import Arrangement, KVDType
+from kvflow.layouts.arrangement import Arrangement
+from kvflow.layouts.record import KVDType
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.models.build import Layer, MtpLayer, Weights, build_layer, build_mtp
 from kvflow.models.config import ConfigError, GlmConfig
@@ -79,7 +80,7 @@ class Glm:
         dtype: torch.dtype = torch.float32,
         rank: int = 0,
         size: int = 1,
-        index_arrangement: Arrangement = "planar",
+        index_arrangement: Arrangement | str = "planar",
     ) -> "Glm":
         """Loads rank's share of an HF model directory: its routed experts among `size`
         expert-parallel ranks, and everything else. The spec's content carries the weights

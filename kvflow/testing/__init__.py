@@ -5,6 +5,7 @@ from kvflow.testing.law import LawError, MakeCache, Move, check_law
 from kvflow.testing.oracle import Cell, cells, deal, page_cells, tag
 from kvflow.testing.strategies import (
     Case,
+    arrangements,
     bindings,
     cases,
     layouts,
@@ -22,6 +23,7 @@ __all__ = [
     "LawError",
     "MakeCache",
     "Move",
+    "arrangements",
     "bindings",
     "cases",
     "cells",

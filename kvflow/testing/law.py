@@ -105,8 +105,7 @@ def _images(caches: Caches) -> dict[int, _Region]:
 
 def _expect(regions: dict[int, _Region], cache: RankCache, cell: Cell) -> None:
     region = regions[cache.pages[cell.component].memory.data_ptr()]
-    data = tag(cell.component, cell.field, cell.token, len(cell.at))
-    for at, value in zip(_places(cache, cell), data, strict=True):
+    for at, value in zip(_places(cache, cell), tag(cell), strict=True):
         region.expected[at] = value
 
 
@@ -131,8 +130,8 @@ def _name(caches: Caches, address: int, at: int, claimed: Iterable[Cell]) -> str
             places = _places(cache, cell)
             if at in places:
                 return (
-                    f"rank {cell.rank}, component {cell.component}, token {cell.token}, "
-                    f"field {cell.field}, byte {places.index(at)} of {len(places)}"
+                    f"rank {cell.rank}, component {cell.component}, token {cell.token}, field "
+                    f"{cell.field}, head {cell.head}, byte {places.index(at)} of {len(places)}"
                 )
     owners = [
         f"rank {cache.rank}, component {name}"

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from functools import singledispatch
 
-from attrs import frozen
+from attrs import define, frozen
 
 from kvflow.layouts.chunks import BalancedChunks, Contiguous
 from kvflow.layouts.layout import Binding, KVLayout
@@ -109,33 +109,98 @@ def _deal_chunks(sizes: list[int], owners: list[int], start: int, stop: int) -> 
 
 @frozen
 class Cell:
-    """The bytes of one field of one token on one rank: byte i lies at ``at[i]``, counted from the
-    first byte of page `block_id`."""
+    """The bytes of one field of one head of one token on one rank: byte i lies at ``at[i]``,
+    counted from the first byte of page `block_id`."""
 
     rank: int
     component: str
     field: str
+    head: int
     token: int
     block_id: int
     at: tuple[int, ...]
 
 
-def page_cells(record: Record, block_size: int) -> dict[tuple[int, str], tuple[int, ...]]:
-    """For every (token in page, field) its bytes' places in the page, counted one by one."""
-    cells: dict[tuple[int, str], list[int]] = {}
-    offsets, names = range(block_size), [f.name for f in record.fields]
-    if record.arrangement == "row":
-        order = [(i, name) for i in offsets for name in names]
-    else:
-        order = [(i, name) for name in names for i in offsets]
-    size = {f.name: _ELEMENT_NBYTES[f.dtype] * f.num_elements for f in record.fields}
+Place = tuple[int, str, int]
+"""(token in page, field, head as the page counts it)."""
+
+
+def page_cells(
+    record: Record, block_size: int, num_heads: int | None = None
+) -> dict[Place, tuple[int, ...]]:
+    """For every place of a page of `num_heads` heads (default: the record's own) where its bytes
+    lie in the page, found by walking through the page from its first byte to its last."""
+    axes = {"t": block_size, "h": num_heads or record.num_heads}
+    sizes = {f.name: (f.num_elements, _ELEMENT_NBYTES[f.dtype]) for f in record.fields}
+    found: dict[tuple[int, str, int, int], int] = {}
     cursor = 0
-    for i, name in order:
-        cells[i, name] = []
-        for _ in range(size[name]):
-            cells[i, name].append(cursor)
-            cursor += 1
-    return {key: tuple(at) for key, at in cells.items()}
+    for plane in record.arrangement.planes:
+        walk = _Walk(list(plane.order), list(plane.fields), axes, sizes, found, cursor)
+        walk.through(0, {"t": 0, "h": 0, "e": 0}, plane.fields[0])
+        cursor = walk.cursor
+    cells: dict[Place, list[int]] = {}
+    for token, name, head, element in sorted(found):
+        at = found[token, name, head, element]
+        cells.setdefault((token, name, head), []).extend(range(at, at + sizes[name][1]))
+    return {place: tuple(at) for place, at in cells.items()}
+
+
+@define
+class _Walk:
+    """Takes the digits of a plane as nested loops; the innermost step is one item."""
+
+    order: list[str]
+    fields: list[str]
+    axes: dict[str, int]
+    sizes: dict[str, tuple[int, int]]
+    found: dict[tuple[int, str, int, int], int]
+    cursor: int
+
+    def through(self, depth: int, at: dict[str, int], name: str) -> None:
+        if depth == len(self.order):
+            self.found[at["t"], name, at["h"], at["e"]] = self.cursor
+            self.cursor += self.sizes[name][1]
+            return
+        word = self.order[depth]
+        if word == "f":
+            for each in self.fields:
+                self.through(depth + 1, at, each)
+        elif word[0] == "_":
+            begin = self.cursor
+            self.through(depth + 1, at, name)
+            taken = self.cursor - begin
+            for _ in range(int(word[1:]) - 1):
+                self.cursor += taken
+        else:
+            size = self.size(word, name)
+            for step in range(size):
+                self.through(depth + 1, {**at, word[0]: at[word[0]] * size + step}, name)
+
+    def size(self, word: str, name: str) -> int:
+        if word[1:]:
+            return int(word[1:])
+        left = self.sizes[name][0] if word == "e" else self.axes[word]
+        for other in self.order:
+            if other[0] == word and other != word:
+                left //= int(other[1:])
+        return left
+
+
+def heads_on(layout: KVLayout, num_heads: int, rank: int) -> list[int]:
+    """The heads that a rank stores: dealt like cards in hands of equal size, first hands larger,
+    or one head to several coordinates in a row."""
+    if not layout.head_ranks:
+        return list(range(num_heads))
+    at = next(c for c, ranks in enumerate(layout.head_ranks) if rank in ranks)
+    hands: list[list[int]] = [[] for _ in layout.head_ranks]
+    if len(hands) > num_heads:
+        copies = [head for head in range(num_heads) for _ in range(len(hands) // num_heads)]
+        return [copies[at]]
+    share = [0] * len(hands)
+    for card in range(num_heads):
+        share[card % len(hands)] += 1
+    heads = iter(range(num_heads))
+    return [[next(heads) for _ in range(n)] for n in share][at]
 
 
 def cells(
@@ -149,36 +214,38 @@ def cells(
         for component in group.components:
             if component not in components:
                 continue
-            page = page_cells(layout.spec[component].record, size)
+            record = layout.spec[component].record
+            holders = [s.ranks for s in layout.stages if component in s.components]
             for hand, ranks in zip(hands, layout.placement.ranks, strict=True):
                 for rank in ranks:
-                    yield from _hand_cells(
-                        hand, rank, component, page, size, binding.tables[group.name], start
-                    )
+                    if holders and rank not in holders[0]:
+                        continue
+                    heads = heads_on(layout, record.num_heads, rank)
+                    page = page_cells(record, size, len(heads))
+                    places = _hand_places(hand, page, size, binding.tables[group.name], start)
+                    for token, block_id, (_, name, head), at in places:
+                        yield Cell(rank, component, name, heads[head], token, block_id, at)
 
 
-def _hand_cells(
-    hand: list[int],
-    rank: int,
-    component: str,
-    page: Mapping[tuple[int, str], tuple[int, ...]],
-    size: int,
-    table: object,
-    start: int,
-) -> Iterator[Cell]:
+def _hand_places(
+    hand: list[int], page: Mapping[Place, tuple[int, ...]], size: int, table: object, start: int
+) -> Iterator[tuple[int, int, Place, tuple[int, ...]]]:
     blocks = iter(table)  # type: ignore[call-overload]
-    names = list(dict.fromkeys(name for _, name in page))
+    by_offset: list[list[tuple[Place, tuple[int, ...]]]] = [[] for _ in range(size)]
+    for place, at in page.items():
+        by_offset[place[0]].append((place, at))
     offset, block_id = size, -1
     for token in hand:
         if offset == size:
             offset, block_id = 0, int(next(blocks))
         if token >= start:
-            for name in names:
-                yield Cell(rank, component, name, token, block_id, page[offset, name])
+            for place, at in by_offset[offset]:
+                yield token, block_id, place, at
         offset += 1
 
 
-def tag(component: str, field: str, token: int, nbytes: int) -> bytes:
-    """The bytes a token's field is filled with: different for any two cells but by rare chance in
-    the shortest ones."""
-    return hashlib.shake_128(f"{component}/{field}/{token}".encode()).digest(nbytes)
+def tag(cell: Cell) -> bytes:
+    """The bytes a cell is filled with: different for any two cells but by rare chance in the
+    shortest ones, equal on every replica."""
+    name = f"{cell.component}/{cell.field}/{cell.head}/{cell.token}"
+    return hashlib.shake_128(name.encode()).digest(len(cell.at))

@@ -8,24 +8,29 @@ from attrs import field, fields, frozen
 
 from kvflow.errors import PlanError
 from kvflow.layouts.counts import each_of
-from kvflow.layouts.layout import Binding
+from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.paging import bytes_of_slots, in_page, page_of, slots_of
-from kvflow.layouts.record import Piece, Record
+from kvflow.layouts.pieces import Heads, Piece, refine
+from kvflow.layouts.record import Record
 from kvflow.layouts.sharding import Ints
-from kvflow.transfers.plan import Plan, PlanPart
+from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 from kvflow.transfers.verify import verify_plan
 
 
 @frozen(eq=False)
 class SlotRuns:
     """Runs in slots of one link: ``src + k*src_stride`` -> ``dst + k*dst_stride`` for
-    k < ``count``. Neither side leaves its page. int64 columns of equal length."""
+    k < ``count``. Neither side leaves its page. int64 columns of equal length. What moves of a
+    slot are the heads `src_heads` of those that the source rank stores, to `dst_heads` of those
+    that the target rank stores; None is all of them."""
 
     src: Ints
     src_stride: Ints
     dst: Ints
     dst_stride: Ints
     count: Ints
+    src_heads: Heads | None = None
+    dst_heads: Heads | None = None
 
     def __len__(self) -> int:
         return len(self.count)
@@ -43,7 +48,9 @@ class SlotRuns:
         )
 
     def are_whole(self, block_size: int) -> npt.NDArray[np.bool_]:
-        """Which runs are one whole block of `block_size` on both sides."""
+        """Which runs are one whole block of `block_size` on both sides, all heads included."""
+        if self.src_heads or self.dst_heads:
+            return np.zeros(len(self), np.bool_)
         whole: npt.NDArray[np.bool_] = (
             (self.count == block_size)
             & (self.src_stride == 1)
@@ -75,26 +82,47 @@ class BoundPlan:
 
     def link(self, part: PlanPart, src_rank: int, dst_rank: int) -> SlotRuns:
         """The runs of a part between two ranks, in slots, ordered by target local index."""
-        runs = part.runs.take((part.runs.src_rank == src_rank) & (part.runs.dst_rank == dst_rank))
-        return SlotRuns(
-            _slots(self.src, part.src_group, runs.src_local),
-            runs.src_stride,
-            _slots(self.dst, part.dst_group, runs.dst_local),
-            runs.dst_stride,
-            runs.count,
-        )
+        return self._bind(part, part.runs, src_rank, dst_rank)
 
     def links_to(self, dst_rank: int) -> Iterator[tuple[PlanPart, int, SlotRuns]]:
-        """Every (part, source rank, runs) that writes to `dst_rank`."""
+        """Every (part, source rank, runs) that writes to `dst_rank` over a link."""
         for part in self.plan.parts:
             for src_rank in np.unique(part.runs.src_rank[part.runs.dst_rank == dst_rank]):
                 yield part, int(src_rank), self.link(part, int(src_rank), dst_rank)
 
     def links_from(self, src_rank: int) -> Iterator[tuple[PlanPart, int, SlotRuns]]:
-        """Every (part, target rank, runs) that reads from `src_rank`."""
+        """Every (part, target rank, runs) that reads from `src_rank` over a link."""
         for part in self.plan.parts:
             for dst_rank in np.unique(part.runs.dst_rank[part.runs.src_rank == src_rank]):
                 yield part, int(dst_rank), self.link(part, src_rank, int(dst_rank))
+
+    def copies_to(self, dst_rank: int) -> Iterator[tuple[PlanPart, int, SlotRuns]]:
+        """The second stage, once all links have ended: every (part, target rank that has received
+        the tokens, runs) that `dst_rank` copies from a neighbour on its host."""
+        for part in self.plan.parts:
+            for rank in np.unique(part.copies.src_rank[part.copies.dst_rank == dst_rank]):
+                yield part, int(rank), self._bind(part, part.copies, int(rank), dst_rank)
+
+    def _bind(self, part: PlanPart, runs: TransferRuns, src_rank: int, dst_rank: int) -> SlotRuns:
+        link = runs.take((runs.src_rank == src_rank) & (runs.dst_rank == dst_rank))
+        src, group = (self.src, part.src_group) if runs is part.runs else (self.dst, part.dst_group)
+        return SlotRuns(
+            _slots(src, group, link.src_local),
+            link.src_stride,
+            _slots(self.dst, part.dst_group, link.dst_local),
+            link.dst_stride,
+            link.count,
+            _local_heads(src.layout, part, src_rank),
+            _local_heads(self.dst.layout, part, dst_rank),
+        )
+
+
+def _local_heads(layout: KVLayout, part: PlanPart, rank: int) -> Heads | None:
+    """The heads of a part, counted from the first one that the rank stores."""
+    shard = layout.head_shard_of(part.components[0], rank)
+    if shard is None or shard.heads == part.heads:
+        return None
+    return part.heads[0] - shard.heads[0], part.heads[1] - shard.heads[0]
 
 
 def _slots(binding: Binding, group: str, local: Ints) -> Ints:
@@ -113,14 +141,14 @@ class PageGeometry:
     num_blocks: int
 
     def __attrs_post_init__(self) -> None:
-        page = self.record.page_nbytes(self.block_size)
+        page = self.record.page_extent(self.block_size)
         if self.block_stride < page:
             raise PlanError(f"block_stride {self.block_stride} is below the page's {page} bytes")
 
     @property
     def nbytes(self) -> int:
         """Bytes from the first page's first byte to the last page's last."""
-        page = self.record.page_nbytes(self.block_size)
+        page = self.record.page_extent(self.block_size)
         return (self.num_blocks - 1) * self.block_stride + page if self.num_blocks else 0
 
     def address(self, slot: Ints, piece: Piece) -> Ints:
@@ -156,35 +184,48 @@ class Descriptors:
 def descriptors(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> Descriptors:
     """Byte descriptors of one component on one link, coalesced: contiguous runs are one each, a
     planar page cut mid-page is one a field, whole neighbouring pages merge."""
-    parts = [_piece(runs, src, dst, a, b) for a, b in paired_pieces(src, dst)]
+    pairs = paired_pieces(src, dst, runs.src_heads, runs.dst_heads)
+    parts = [_piece(runs, src, dst, a, b) for a, b in pairs]
     joined = {
         f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Descriptors)
     }
     return Descriptors(**joined).coalesced()
 
 
-def paired_pieces(src: PageGeometry, dst: PageGeometry) -> list[tuple[Piece, Piece]]:
-    """The bytes of a token as pieces that are contiguous on both sides. Raises `PlanError` for
-    records with different fields."""
-    if src.record.fields != dst.record.fields:
+def paired_pieces(
+    src: PageGeometry,
+    dst: PageGeometry,
+    src_heads: Heads | None = None,
+    dst_heads: Heads | None = None,
+) -> list[tuple[Piece, Piece]]:
+    """The bytes of a token in some heads of either side (default: all) as pieces that are
+    contiguous on both. Raises `PlanError` for records with different fields, or another number of
+    heads."""
+    if _stored(src.record) != _stored(dst.record):
         raise PlanError(f"records differ: source {src.record}, target {dst.record}")
-    alike = src.record.arrangement == dst.record.arrangement
-    a, b = (
-        side.record.pieces(side.block_size) if alike else side.record.field_pieces(side.block_size)
-        for side in (src, dst)
+    if src.record.row_nbytes(src_heads) != dst.record.row_nbytes(dst_heads):
+        raise PlanError(
+            f"heads {src_heads or 'all'} of {src.record} do not pair with "
+            f"heads {dst_heads or 'all'} of {dst.record}"
+        )
+    return refine(
+        src.record.pieces(src.block_size, src_heads), dst.record.pieces(dst.block_size, dst_heads)
     )
-    return list(zip(a, b, strict=True))
+
+
+def _stored(record: Record) -> list[tuple[str, str, int]]:
+    return [(f.name, f.dtype, f.num_elements) for f in record.fields]
 
 
 def _piece(runs: SlotRuns, src: PageGeometry, dst: PageGeometry, a: Piece, b: Piece) -> Descriptors:
+    even = not (a.tiles or b.tiles)
     src_pitch, dst_pitch = runs.src_stride * a.stride, runs.dst_stride * b.stride
-    solid = (src_pitch == a.nbytes) & (dst_pitch == b.nbytes)
-    num = np.where(solid, 1, runs.count)
-    which, nth = each_of(num)
+    solid = (src_pitch == a.nbytes) & (dst_pitch == b.nbytes) & even
+    which, nth = each_of(np.where(solid, 1, runs.count))
     nbytes = np.where(solid, runs.count * a.nbytes, a.nbytes)
     return Descriptors(
-        src.address(runs.src, a)[which] + nth * src_pitch[which],
-        dst.address(runs.dst, b)[which] + nth * dst_pitch[which],
+        src.address(runs.src[which] + nth * runs.src_stride[which], a),
+        dst.address(runs.dst[which] + nth * runs.dst_stride[which], b),
         nbytes[which],
     )
 

@@ -16,6 +16,7 @@ from attrs import field, fields, frozen, has
 
 from kvflow.errors import PlanError
 from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.pieces import Heads
 from kvflow.layouts.sharding import Ints, frozen_ints
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.layouts.values import integer, names, tuple_of
@@ -66,6 +67,10 @@ class TransferRuns:
         return TransferRuns.of_fresh(*(column[index] for column in self.columns))
 
     @classmethod
+    def none(cls) -> "TransferRuns":
+        return cls.of_fresh(*(np.empty(0, np.int64) for _ in fields(cls)))
+
+    @classmethod
     def of_fresh(cls, *columns: Ints) -> "TransferRuns":
         """Of arrays that nobody else holds: they become read-only in place of being copied."""
         for column in columns:
@@ -73,9 +78,16 @@ class TransferRuns:
         return cls(*columns)
 
 
+def _heads(heads: tuple[SupportsIndex, SupportsIndex]) -> Heads:
+    start, stop = heads
+    return integer(start, "a head"), integer(stop, "a head")
+
+
 @frozen(eq=False)
 class PlanPart:
-    """The runs of the components that one source group and one target group share."""
+    """How the heads ``[start, stop)`` of components that share a group and holders on either side
+    get from source ranks to target ranks. `copies` is the second stage: runs from a target rank
+    that has received them to another one on its host, through the same block table."""
 
     src_group: str
     dst_group: str
@@ -83,6 +95,8 @@ class PlanPart:
     start: int = field(converter=integer)
     stop: int = field(converter=integer)
     runs: TransferRuns
+    heads: Heads = field(default=(0, 1), converter=_heads)
+    copies: TransferRuns = field(factory=TransferRuns.none)
 
 
 def _parts(parts: Iterable[PlanPart]) -> tuple[PlanPart, ...]:
@@ -114,7 +128,10 @@ class Plan:
         """sha256 (hex) of everything the plan says: equal plans, equal digests, on any machine."""
         absent = tuple(sorted(self.absent))
         specs = dict.fromkeys((self.src.spec, self.dst.spec))  # one, if they are equal
-        sides = [(side.placement, side.groups) for side in (self.src, self.dst)]
+        sides = [
+            (side.placement, side.groups, side.head_ranks, side.stages, side.hosts)
+            for side in (self.src, self.dst)
+        ]
         said = (*sides, tuple(map(_spec, specs)), self.tokens, absent, self.parts)
         h = hashlib.sha256()
         _tell(h.update, said)
@@ -129,23 +146,39 @@ class Plan:
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
         """The (source rank, target rank) pairs that move anything, sorted."""
-        pairs: set[tuple[int, int]] = set()
-        for part in self.parts:
-            both = np.stack([part.runs.src_rank, part.runs.dst_rank], axis=1)
-            pairs.update((int(s), int(d)) for s, d in np.unique(both, axis=0))
-        return tuple(sorted(pairs))
+        return _pairs(part.runs for part in self.parts)
+
+    @property
+    def local_links(self) -> tuple[tuple[int, int], ...]:
+        """The (target rank, target rank) pairs of the second stage, sorted."""
+        return _pairs(part.copies for part in self.parts)
+
+    @property
+    def link_nbytes(self) -> int:
+        """Bytes that leave the source's ranks."""
+        return sum(part.runs.num_tokens * self.row_nbytes(part) for part in self.parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes written on all targets."""
-        return sum(
-            part.runs.num_tokens * sum(self.dst.spec[c].record.nbytes for c in part.components)
-            for part in self.parts
-        )
+        copied = sum(part.copies.num_tokens * self.row_nbytes(part) for part in self.parts)
+        return self.link_nbytes + copied
+
+    def row_nbytes(self, part: PlanPart) -> int:
+        """Bytes of one token in the heads and components of a part."""
+        return sum(self.dst.spec[c].record.row_nbytes(part.heads) for c in part.components)
 
     @property
     def num_runs(self) -> int:
-        return sum(len(part.runs) for part in self.parts)
+        return sum(len(part.runs) + len(part.copies) for part in self.parts)
+
+
+def _pairs(columns: Iterable[TransferRuns]) -> tuple[tuple[int, int], ...]:
+    pairs: set[tuple[int, int]] = set()
+    for runs in columns:
+        both = np.stack([runs.src_rank, runs.dst_rank], axis=1)
+        pairs.update((int(s), int(d)) for s, d in np.unique(both, axis=0))
+    return tuple(sorted(pairs))
 
 
 def _spec(spec: KVCacheSpec) -> tuple[object, ...]:

@@ -7,20 +7,23 @@ both local indices. Those pieces are cut where either side leaves a page, and ar
 Any m >= 1 is correct; the planner takes the one with the fewest runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import lcm
 
 import numpy as np
 from attrs import evolve, frozen
 
 from kvflow.layouts.counts import each_of
-from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.layout import CacheGroup, HeadShard, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import page_of
+from kvflow.layouts.pieces import Heads
 from kvflow.layouts.sharding import Ints, Sharding
 from kvflow.layouts.values import integer
 from kvflow.transfers.claims import check_components, check_content, check_tokens
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
+
+Group = tuple[int, ...]
 
 
 def plan_transfer(
@@ -45,18 +48,46 @@ def plan_transfer(
     check_components(src, dst, moved, absent)
     check_content(src, dst, moved)
     check_tokens(src, dst, (start, stop))
-    runs_of_paging: dict[tuple[int, int], TransferRuns] = {}
+    pieces_of_paging: dict[tuple[int, int], tuple[_Pieces, int]] = {}
+    dealt: dict[object, tuple[TransferRuns, TransferRuns]] = {}
     parts = []
+    for sg, dg, shared, here, there in _shared_holders(src, dst, moved):
+        sizes = (sg.paging.block_size, dg.paging.block_size)
+        if sizes not in pieces_of_paging:
+            pieces_of_paging[sizes] = _pieces(src.placement, dst.placement, start, stop, sizes)
+        for heads, a, b in _shared_heads(here, there):
+            key = (sizes, a, b)
+            if key not in dealt:
+                dealt[key] = _on_ranks(*pieces_of_paging[sizes], a, b, dst.host_of)
+            runs, copies = dealt[key]
+            parts.append(PlanPart(sg.name, dg.name, shared, start, stop, runs, heads, copies))
+    return Plan(src, dst, tuple(parts), absent, (start, stop))
+
+
+Holders = tuple[HeadShard, ...]
+
+
+def _shared_holders(
+    src: KVLayout, dst: KVLayout, moved: Collection[str]
+) -> Iterator[tuple[CacheGroup, CacheGroup, tuple[str, ...], Holders, Holders]]:
+    """Per pair of groups: the components that have the same holders on either side."""
     for sg in src.groups:
         for dg in dst.groups:
-            shared = tuple(c for c in sg.components if c in dg.components and c in moved)
-            if not shared:
-                continue
-            sizes = (sg.paging.block_size, dg.paging.block_size)
-            if sizes not in runs_of_paging:
-                runs_of_paging[sizes] = _runs(src.placement, dst.placement, start, stop, sizes)
-            parts.append(PlanPart(sg.name, dg.name, shared, start, stop, runs_of_paging[sizes]))
-    return Plan(src, dst, tuple(parts), absent, (start, stop))
+            classes: dict[tuple[Holders, Holders], list[str]] = {}
+            for c in sg.components:
+                if c in dg.components and c in moved:
+                    classes.setdefault((src.head_shards(c), dst.head_shards(c)), []).append(c)
+            for (here, there), shared in classes.items():
+                yield sg, dg, tuple(shared), here, there
+
+
+def _shared_heads(here: Holders, there: Holders) -> Iterator[tuple[Heads, Placement, Placement]]:
+    """The heads that a source shard and a target shard have in common."""
+    for a in here:
+        for b in there:
+            start, stop = max(a.heads[0], b.heads[0]), min(a.heads[1], b.heads[1])
+            if start < stop:
+                yield (start, stop), a.placement, b.placement
 
 
 def _moved(
@@ -81,14 +112,14 @@ class _Pieces:
     dst_stride: Ints
 
 
-def _runs(
+def _pieces(
     src: Placement, dst: Placement, start: int, stop: int, sizes: tuple[int, int]
-) -> TransferRuns:
+) -> tuple[_Pieces, int]:
+    """The pieces of a range, none of which leaves its page, and their stride."""
     stride = _best_stride(src.sharding, dst.sharding, start, stop, sizes)
     pieces = _regular_pieces(src.sharding, dst.sharding, start, stop, stride)
     pieces = _split(pieces, stride, pieces.src_local, pieces.src_stride, sizes[0])
-    pieces = _split(pieces, stride, pieces.dst_local, pieces.dst_stride, sizes[1])
-    return _on_ranks(pieces, stride, src, dst)
+    return _split(pieces, stride, pieces.dst_local, pieces.dst_stride, sizes[1]), stride
 
 
 def _best_stride(
@@ -158,29 +189,84 @@ def _split(pieces: _Pieces, m: int, local: Ints, stride: Ints, block_size: int) 
     )
 
 
-def _on_ranks(pieces: _Pieces, m: int, src: Placement, dst: Placement) -> TransferRuns:
-    """Gives every target replica its copy, and spreads the reads over the source's replicas."""
-    num_replicas = np.array([len(group) for group in dst.ranks], np.int64)[pieces.dst_shard]
-    source, replica = each_of(num_replicas)
-    dst_rank = _pick(dst.ranks, pieces.dst_shard[source], replica)
-    count = pieces.count[source]
+def _on_ranks(
+    pieces: _Pieces, m: int, src: Placement, dst: Placement, host_of: Callable[[int], Group]
+) -> tuple[TransferRuns, TransferRuns]:
+    """One run a piece and target host, from the source's replicas in turn to that host's replicas
+    in turn; and the runs by which the other replicas of a host copy from the one that received."""
+    hosts = [_by_host(group, host_of) for group in dst.ranks]
+    num_hosts = np.array([len(groups) for groups in hosts], np.int64)[pieces.dst_shard]
+    source, host = each_of(num_hosts)
+    shard, count = pieces.dst_shard[source], pieces.count[source]
+    dst_rank = _receivers(hosts, shard, host, count)
     src_rank = _spread(src.ranks, pieces.src_shard[source], dst_rank, count)
     order = np.lexsort((pieces.dst_local[source], dst_rank, src_rank))
-    source, several = source[order], count[order] > 1
+    runs = _runs(pieces, m, source[order], src_rank[order], dst_rank[order])
+    return runs, _copies(runs, hosts, shard[order], host[order])
+
+
+def _by_host(group: Group, host_of: Callable[[int], Group]) -> tuple[Group, ...]:
+    """The replicas of a shard, those on one host together."""
+    together: dict[Group, list[int]] = {}
+    for rank in group:
+        together.setdefault(host_of(rank), []).append(rank)
+    return tuple(tuple(ranks) for ranks in together.values())
+
+
+def _receivers(hosts: list[tuple[Group, ...]], shard: Ints, host: Ints, count: Ints) -> Ints:
+    """The rank that receives each run: on every host the runs of a shard are dealt in equal
+    consecutive parts to its replicas there."""
+    dst_rank = np.zeros_like(shard)
+    for s, groups in enumerate(hosts):
+        for h, group in enumerate(groups):
+            mine = np.flatnonzero((shard == s) & (host == h))
+            before = np.cumsum(count[mine]) - count[mine]
+            turn = before * len(group) // max(int(count[mine].sum()), 1)
+            dst_rank[mine] = np.array(group, np.int64)[turn]
+    return dst_rank
+
+
+def _runs(pieces: _Pieces, m: int, source: Ints, src_rank: Ints, dst_rank: Ints) -> TransferRuns:
+    count = pieces.count[source]
+    several = count > 1
 
     def stride(values: Ints | int) -> Ints:
         return np.where(several, values, 1)
 
     return TransferRuns.of_fresh(
-        src_rank[order],
-        dst_rank[order],
+        src_rank,
+        dst_rank,
         pieces.token[source],
         stride(m),
         pieces.src_local[source],
         stride(pieces.src_stride[source]),
         pieces.dst_local[source],
         stride(pieces.dst_stride[source]),
-        count[order],
+        count,
+    )
+
+
+def _copies(
+    runs: TransferRuns, hosts: list[tuple[Group, ...]], shard: Ints, host: Ints
+) -> TransferRuns:
+    """Each run once more for every other replica on its host, out of the receiver's cache."""
+    which, dst_rank = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for s, groups in enumerate(hosts):
+        for h, group in enumerate(groups):
+            mine = np.flatnonzero((shard == s) & (host == h)) if len(group) > 1 else which[0]
+            for rank in group:
+                wanted = mine[runs.dst_rank[mine] != rank]
+                which.append(wanted)
+                dst_rank.append(np.full_like(wanted, rank))
+    taken, to = runs.take(np.concatenate(which)), np.concatenate(dst_rank)
+    order = np.lexsort((taken.dst_local, to, taken.dst_rank))
+    taken = taken.take(order)
+    return evolve(
+        taken,
+        src_rank=taken.dst_rank,
+        dst_rank=to[order],
+        src_local=taken.dst_local,
+        src_stride=taken.dst_stride,
     )
 
 

@@ -6,6 +6,7 @@ unless runs of different strides meet on one rank.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import page_of
+from kvflow.layouts.pieces import Heads
 from kvflow.layouts.sharding import ANY_STOP, Ints, Sharding
 from kvflow.transfers.claims import check_components, check_content, check_tokens
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
@@ -31,34 +33,52 @@ def verify_plan(plan: Plan, src: Binding | None = None, dst: Binding | None = No
         if binding is not None and binding.layout != side:
             raise PlanError(f"the {name} binding is of another layout: {binding.layout}")
     for part in plan.parts:
-        src_group = plan.src.group(part.src_group)
-        dst_group = plan.dst.group(part.dst_group)
-        runs = part.runs
-        _verify_domain("source", plan.src.placement.sharding, runs, runs.src_stride)
-        _verify_domain("target", plan.dst.placement.sharding, runs, runs.dst_stride)
-        _verify_within(part)
-        _verify_side(
-            "source", plan.src.placement, src_group.paging.block_size,
-            runs, runs.src_rank, runs.src_local, runs.src_stride,
-        )  # fmt: skip
-        _verify_side(
-            "target", plan.dst.placement, dst_group.paging.block_size,
-            runs, runs.dst_rank, runs.dst_local, runs.dst_stride,
-        )  # fmt: skip
-        _verify_cover(plan.dst.placement, part)
+        here, there = _holder("source", plan.src, part), _holder("target", plan.dst, part)
+        _verify_runs(plan, part, here, there)
+        if len(part.copies):
+            _verify_copies(plan, part, there)
+        _verify_cover(there, part)
         if src is not None:
             _verify_initialised(src, part)
-            _verify_table("source", src, part.src_group, runs.src_local, runs)
+            _verify_table("source", src, part.src_group, part.runs.src_local)
         if dst is not None:
-            _verify_table("target", dst, part.dst_group, runs.dst_local, runs)
+            _verify_table("target", dst, part.dst_group, part.runs.dst_local)
+
+
+def _verify_runs(plan: Plan, part: PlanPart, here: Placement, there: Placement) -> None:
+    runs = part.runs
+    _verify_domain("source", here.sharding, runs, runs.src_stride)
+    _verify_domain("target", there.sharding, runs, runs.dst_stride)
+    _verify_within(part)
+    size = plan.src.group(part.src_group).paging.block_size
+    _verify_side("source", here, size, runs, runs.src_rank, runs.src_local, runs.src_stride)
+    size = plan.dst.group(part.dst_group).paging.block_size
+    _verify_side("target", there, size, runs, runs.dst_rank, runs.dst_local, runs.dst_stride)
+
+
+def _verify_copies(plan: Plan, part: PlanPart, there: Placement) -> None:
+    """Every copy repeats a run that its source rank has received, to the same place on another
+    rank that holds the shard, on one host."""
+    runs, fail = part.copies, _failer("copy", part.copies)
+    links = part.runs
+    received = [links.dst_rank, links.token, links.token_stride, links.dst_local, links.dst_stride]
+    read = [runs.src_rank, runs.token, runs.token_stride, runs.src_local, runs.src_stride]
+    rows = np.stack([*received, links.count], axis=1), np.stack([*read, runs.count], axis=1)
+    _, known = np.unique(np.concatenate(rows), axis=0, return_inverse=True)
+    known = known.reshape(-1)
+    fail(~np.isin(known[len(links) :], known[: len(links)]), "tokens that no link has brought")
+    moved = (runs.src_local != runs.dst_local) | (runs.src_stride != runs.dst_stride)
+    fail(moved, "another place than on the rank it copies from")
+    fail(_shard_of(there, runs.src_rank) != _shard_of(there, runs.dst_rank), "two shards")
+    hosts = {rank: plan.dst.host_of(rank) for rank in there.all_ranks}
+    apart = [
+        hosts[int(a)] != hosts[int(b)] for a, b in zip(runs.src_rank, runs.dst_rank, strict=True)
+    ]
+    fail(np.array(apart), "two hosts")
 
 
 def _verify_components(plan: Plan) -> None:
-    moved = [c for part in plan.parts for c in part.components]
-    if len(set(moved)) != len(moved):
-        raise PlanError(
-            f"components moved twice: {sorted({c for c in moved if moved.count(c) > 1})}"
-        )
+    moved: dict[str, list[Heads]] = {}
     for part in plan.parts:
         _verify_group("source", plan.src, part.src_group, part)
         _verify_group("target", plan.dst, part.dst_group, part)
@@ -67,8 +87,43 @@ def _verify_components(plan: Plan) -> None:
                 f"a part moves tokens [{part.start}, {part.stop}), the plan is for "
                 f"[{plan.tokens[0]}, {plan.tokens[1]})"
             )
+        for c in part.components:
+            moved.setdefault(c, []).append(part.heads)
     check_components(plan.src, plan.dst, moved, plan.absent)
     check_content(plan.src, plan.dst, moved)
+    for c, heads in moved.items():
+        _verify_heads(c, sorted(heads), plan.dst.spec[c].record.num_heads)
+
+
+def _verify_heads(component: str, heads: list[Heads], num_heads: int) -> None:
+    """Sorted ranges of heads that must cover [0, num_heads) exactly once."""
+    if heads[0][0] != 0 or heads[-1][1] != num_heads:
+        raise PlanError(
+            f"{component}: heads [{heads[0][0]}, {heads[-1][1]}) are moved of {num_heads}"
+        )
+    for (_, stop), (start, _) in pairwise(heads):
+        if stop != start:
+            what = "moved twice" if stop > start else "not moved"
+            raise PlanError(
+                f"{component}: heads [{min(start, stop)}, {max(start, stop)}) are {what}"
+            )
+
+
+def _holder(side: str, layout: KVLayout, part: PlanPart) -> Placement:
+    """The one placement of the part's heads of all its components."""
+    start, stop = part.heads
+    placements = [
+        shard.placement
+        for c in part.components
+        for shard in layout.head_shards(c)
+        if shard.heads[0] <= start < stop <= shard.heads[1]
+    ]
+    if len(placements) != len(part.components) or len(set(placements)) != 1:
+        raise PlanError(
+            f"heads [{part.heads[0]}, {part.heads[1]}) of {list(part.components)} have no one "
+            f"placement at the {side} {layout}"
+        )
+    return placements[0]
 
 
 def _verify_group(side: str, layout: KVLayout, group: str, part: PlanPart) -> None:
@@ -149,19 +204,29 @@ def _failer(side: str, runs: TransferRuns) -> Callable[[np.ndarray, str], None]:
 
 
 def _verify_cover(dst: Placement, part: PlanPart) -> None:
-    """On every target rank: the tokens of its shard in [start, stop), each exactly once."""
-    runs, sharding = part.runs, dst.sharding
+    """On every target rank: the tokens of its shard in [start, stop), each exactly once, over a
+    link or as a copy."""
+    sharding = dst.sharding
     length = sharding.local_len(part.stop, np.arange(sharding.num_shards))
     wanted = length - sharding.local_len(part.start, np.arange(sharding.num_shards))
     for shard, group in enumerate(dst.ranks):
         for rank in group:
-            mine = runs.take(runs.dst_rank == rank)
+            mine = _written(part, rank)
             if mine.num_tokens != int(wanted[shard]):
                 raise PlanError(
                     f"target rank {rank} gets {mine.num_tokens} tokens of "
                     f"[{part.start}, {part.stop}), needs {int(wanted[shard])}"
                 )
             _verify_disjoint(rank, mine)
+
+
+def _written(part: PlanPart, rank: int) -> TransferRuns:
+    linked = part.runs.take(part.runs.dst_rank == rank)
+    if not len(part.copies):
+        return linked
+    copied = part.copies.take(part.copies.dst_rank == rank)
+    columns = zip(linked.columns, copied.columns, strict=True)
+    return TransferRuns.of_fresh(*(np.concatenate(pair) for pair in columns))
 
 
 def _verify_within(part: PlanPart) -> None:
@@ -205,11 +270,11 @@ def _verify_initialised(src: Binding, part: PlanPart) -> None:
             )
 
 
-def _verify_table(side: str, binding: Binding, group: str, local: Ints, runs: TransferRuns) -> None:
+def _verify_table(side: str, binding: Binding, group: str, local: Ints) -> None:
     block_size = binding.layout.group(group).paging.block_size
     entries = len(binding.tables[group])
     entry = page_of(local, block_size)
-    if len(runs) and int(entry.max()) >= entries:
+    if len(local) and int(entry.max()) >= entries:
         raise PlanError(
             f"{side} group {group!r}: local index {int(local.max())} needs entry "
             f"{int(entry.max())}, the block table has {entries}"

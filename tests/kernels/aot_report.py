@@ -86,7 +86,7 @@ def gfx942(kernel) -> dict[str, int]:
 def row_kernels(pages: PageView, name: str):
     slots = torch.zeros(64, dtype=torch.int64)
     packed = torch.zeros(64, pages.record.nbytes, dtype=torch.uint8)
-    for number, piece in enumerate(pages.pieces):
+    for number, piece in enumerate(pages.pieces()):
         it = triton_rows.launch(pages, piece, slots, packed)
         for verb in ("gather", "scatter"):
             kernel = getattr(triton_rows, f"{verb}_kernel")

@@ -54,7 +54,7 @@ def random_rows(n, record, seed=1):
 def watched(launch, pages, slots, packed, to_pages):
     """Run one piece at a time, so that each watch sees one launch."""
     read, written = (packed, pages.memory) if to_pages else (pages.memory, packed)
-    pieces = pages.pieces
+    pieces = pages.pieces()
     for piece in pieces:
         object.__setattr__(pages, "pieces", (piece,))
         with interpreter.watch(reads=[read, slots], writes=[written]):

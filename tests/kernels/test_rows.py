@@ -36,7 +36,7 @@ def addresses_of(pages, slot):
     page = pages.offset + slot // pages.block_size * pages.block_stride
     i, found, plane = slot % pages.block_size, [], 0
     for f in pages.record.fields:
-        if pages.record.arrangement == "planar":
+        if len(pages.pieces()) > 1:
             start = page + plane * pages.block_size + i * f.nbytes
         else:
             start = page + i * sum(g.nbytes for g in pages.record.fields) + plane
@@ -178,7 +178,7 @@ def test_j05_j08_byte_offsets_are_exact_in_64_bits(nbytes, slot, boundary, block
     memory = torch.empty(2**34, dtype=torch.uint8, device="meta")
     pages = PageView(memory, record, block_size, nbytes * block_size)
     slots = torch.tensor([slot - 1, slot])
-    offsets = pages.byte_offsets(slots, pages.pieces[0])
+    offsets = pages.byte_offsets(slots, pages.pieces()[0])
     assert offsets.dtype == torch.int64
     assert offsets.tolist() == [(slot - 1) * nbytes, slot * nbytes]
     assert offsets[0] < boundary <= offsets[1]
@@ -188,7 +188,7 @@ def test_j05_planar_offsets_beyond_32_bits():
     memory = torch.empty(2**40, dtype=torch.uint8, device="meta")
     pages = PageView(memory, INDEX, 64, 3_502_592, 41_984)
     slots = torch.tensor([64 * 300_000 + 63])
-    values, scales = pages.pieces
+    values, scales = pages.pieces()
     page = 41_984 + 300_000 * 3_502_592
     assert pages.byte_offsets(slots, values).tolist() == [page + 63 * 128]
     assert pages.byte_offsets(slots, scales).tolist() == [page + 8192 + 63 * 4]

@@ -169,7 +169,7 @@ def test_sequences_become_tuples() -> None:
         lambda: KVCacheSpec((1,)),
         lambda: KVCacheSpec((), (("a", 1),)),
         lambda: KVCacheSpec((), (("a", "1"), ("a", "2"))),
-        lambda: Component("key", 0, RECORD),
+        lambda: Component("query", 0, RECORD),
         lambda: Component("latent", 0, RECORD, "draft"),
     ],
 )

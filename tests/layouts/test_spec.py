@@ -93,7 +93,7 @@ def test_components_stand_in_layer_order_with_absolute_ids() -> None:
     }  # fmt: skip
     assert list(spec.content) == sorted(spec.content)
     rows = KVCacheSpec.from_config(config, kv_dtype="bfloat16", index_arrangement="row")
-    assert rows["indexer.0"].record.arrangement == "row"
+    assert str(rows["indexer.0"].record.arrangement) == "[key: t e]"
     assert dict(rows.content)["kv_dtype"] == "bfloat16"
     for missing in ({"num_nextn_predict_layers": None}, {"num_nextn_predict_layers": 0}):
         assert KVCacheSpec.from_config(config | missing).names == spec.names[:5]

@@ -35,13 +35,14 @@ def blocks_outermost(layout_, rank, num_blocks, fill=0) -> RankCache:
     pages = {}
     for group in layout_.groups:
         size = group.paging.block_size
-        nbytes = {n: layout_.spec[n].record.page_nbytes(size) for n in group.components}
-        stride = sum(nbytes.values()) + 16
+        held = [n for n in group.components if layout_.head_shard_of(n, rank)]
+        records = {n: layout_.local_record(n, rank) for n in held}
+        stride = sum(r.page_pitch(size) for r in records.values()) + 16
         memory = torch.full((num_blocks[group.name] * stride,), fill, dtype=torch.uint8)
         at = 8
-        for name in group.components:
-            pages[name] = PageView(memory, layout_.spec[name].record, size, stride, at)
-            at += nbytes[name]
+        for name, record in records.items():
+            pages[name] = PageView(memory, record, size, stride, at)
+            at += record.page_pitch(size)
     return RankCache(rank, pages)
 
 
@@ -82,7 +83,7 @@ def test_the_law_is_seen_to_fail_and_names_the_place() -> None:
 
     row = SPEC["latent.1"].record.nbytes  # 4 values, a 4-byte scale, 2 bfloat16
     said = run(lambda s, t: flip(t, 0, "latent.1", 3 * row + 5))
-    place = "target rank 0, component latent.1, token 3, field scale, byte 1 of 4"
+    place = "target rank 0, component latent.1, token 3, field scale, head 0, byte 1 of 4"
     assert re.fullmatch(re.escape(place) + ": byte is 0x.., must be 0x..", said)
     said = run(lambda s, t: flip(t, 0, "latent.1", 0))
     assert "component latent.1, byte 0 of the region, which no claimed token owns" in said

@@ -1,13 +1,17 @@
-"""The slow reference: token by token, piece by piece, through the layouts alone."""
+"""The slow reference: token by token, piece by piece, nothing merged."""
 
 from collections.abc import Mapping
 
+import torch
+
+from kvflow.kernels.rows import PageView
+from kvflow.layouts.pieces import refine
 from kvflow.transfers.executors.base import RankCache, require_caches
-from kvflow.transfers.lower import BoundPlan, PageGeometry
+from kvflow.transfers.lower import BoundPlan, SlotRuns
 
 
 class ReferenceExecutor:
-    """Copies one field of one token at a time. It lowers nothing and merges nothing."""
+    """Copies one piece of one token at a time. It lowers nothing and merges nothing."""
 
     def execute(
         self,
@@ -18,22 +22,20 @@ class ReferenceExecutor:
         require_caches(bound, sources, targets)
         for part in bound.plan.parts:
             for src_rank, dst_rank in bound.plan.links:
-                src_slots, dst_slots = bound.link(part, src_rank, dst_rank).expand()
+                runs = bound.link(part, src_rank, dst_rank)
+                for name in part.components if len(runs) else ():
+                    _move(runs, sources[src_rank].pages[name], targets[dst_rank].pages[name])
+        for dst_rank, target in targets.items():
+            for part, rank, runs in bound.copies_to(dst_rank):
                 for name in part.components:
-                    src, dst = sources[src_rank].pages[name], targets[dst_rank].pages[name]
-                    here = PageGeometry(
-                        src.record, src.block_size, src.offset, src.block_stride, src.num_blocks
-                    )
-                    there = PageGeometry(
-                        dst.record, dst.block_size, dst.offset, dst.block_stride, dst.num_blocks
-                    )
-                    pieces = zip(
-                        src.record.field_pieces(src.block_size),
-                        dst.record.field_pieces(dst.block_size),
-                        strict=True,
-                    )
-                    for a, b in pieces:
-                        for s, d in zip(src_slots, dst_slots, strict=True):
-                            at, to = int(here.address(s, a)), int(there.address(d, b))
-                            block = src.memory[at : at + a.nbytes].clone()
-                            dst.memory[to : to + b.nbytes] = block
+                    _move(runs, targets[rank].pages[name], target.pages[name])
+
+
+def _move(runs: SlotRuns, src: PageView, dst: PageView) -> None:
+    src_slots, dst_slots = (torch.from_numpy(slots) for slots in runs.expand())
+    here = src.record.pieces(src.block_size, runs.src_heads)
+    there = dst.record.pieces(dst.block_size, runs.dst_heads)
+    for a, b in refine(here, there):
+        begins = zip(src.byte_offsets(src_slots, a), dst.byte_offsets(dst_slots, b), strict=True)
+        for at, to in begins:
+            dst.memory[to : to + b.nbytes] = src.memory[at : at + a.nbytes].clone()

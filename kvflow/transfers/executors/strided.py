@@ -1,14 +1,33 @@
-"""The torch executor: whole pages and long runs as slices, everything else as indexed rows."""
+"""The torch executor: lowers a link once for all components that look alike, then copies bytes.
 
-from collections.abc import Mapping
+On a CPU a link is byte ranges: whole pages and long runs are slices, short rows indexed items. On
+a GPU rows are gathered and scattered by the kernels.
+"""
 
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
 import torch
-from torch import Tensor
 
+from kvflow.errors import PlanError
+from kvflow.kernels.ranges import RangeCopy
 from kvflow.kernels.rows import PageView, gather_rows, scatter_rows
-from kvflow.layouts.sharding import Ints
+from kvflow.layouts.pieces import Piece
 from kvflow.transfers.executors.base import RankCache, require_caches
-from kvflow.transfers.lower import BoundPlan, SlotRuns
+from kvflow.transfers.executors.cut import cut_runs, take_runs
+from kvflow.transfers.lower import (
+    BoundPlan,
+    Descriptors,
+    PageGeometry,
+    SlotRuns,
+    descriptors,
+    paired_pieces,
+)
+
+MAX_RANGES = 1 << 20
+"""Byte ranges that are lowered at a time."""
+
+Pages = Mapping[str, PageView]
 
 
 class StridedExecutor:
@@ -23,26 +42,89 @@ class StridedExecutor:
         require_caches(bound, sources, targets)
         for dst_rank, target in targets.items():
             for part, src_rank, runs in bound.links_to(dst_rank):
-                for name in part.components:
-                    move_runs(runs, sources[src_rank].pages[name], target.pages[name])
+                move_link(runs, part.components, sources[src_rank].pages, target.pages)
+        for dst_rank, target in targets.items():
+            for part, rank, runs in bound.copies_to(dst_rank):
+                move_link(runs, part.components, targets[rank].pages, target.pages)
+
+
+def move_link(runs: SlotRuns, components: Iterable[str], src: Pages, dst: Pages) -> None:
+    """Moves the components of one link; those whose pages look alike are lowered together. Raises
+    `PlanError` for a slot that a cache does not have, before a byte of that component moves."""
+    alike: dict[tuple[object, ...], list[tuple[PageView, PageView]]] = {}
+    for name in components:
+        ends = src[name], dst[name]
+        alike.setdefault(tuple(map(_shape, ends)), []).append(ends)
+    for views in alike.values():
+        here, there = map(_geometry, views[0])
+        _check_slots(runs, here, there)
+        if views[0][0].memory.device.type == "cpu":
+            _move_ranges(runs, here, there, views)
+        else:
+            for ends in views:
+                _move_rows(runs, *ends)
 
 
 def move_runs(runs: SlotRuns, src: PageView, dst: PageView) -> None:
-    """Moves one component on one link: whole blocks if every run is one and pages look alike,
-    rows otherwise."""
-    blocks = runs.whole_blocks(src.block_size, dst.block_size)
-    if blocks is not None and src.record == dst.record:
-        _page_matrix(dst)[_index(blocks[1])] = _page_matrix(src)[_index(blocks[0])]
-        return
-    src_slots, dst_slots = runs.expand()
-    scatter_rows(dst, _index(dst_slots), gather_rows(src, _index(src_slots)))
+    """Moves one component on one link."""
+    move_link(runs, ["it"], {"it": src}, {"it": dst})
 
 
-def _index(values: Ints) -> Tensor:
-    return torch.from_numpy(values)
+def _shape(view: PageView) -> tuple[object, ...]:
+    return view.record, view.block_size, view.block_stride, view.num_blocks, view.memory.device
 
 
-def _page_matrix(view: PageView) -> Tensor:
-    """uint8 [num_blocks, page bytes] over the pages of a region."""
-    page = view.record.page_nbytes(view.block_size)
-    return view.memory.as_strided((view.num_blocks, page), (view.block_stride, 1), view.offset)
+def _geometry(view: PageView) -> PageGeometry:
+    """Of the pages from the view's first byte on."""
+    return PageGeometry(view.record, view.block_size, 0, view.block_stride, view.num_blocks)
+
+
+def _check_slots(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> None:
+    for side, first, stride, pages in (
+        ("source", runs.src, runs.src_stride, src),
+        ("target", runs.dst, runs.dst_stride, dst),
+    ):
+        last, num_slots = (first + (runs.count - 1) * stride), pages.num_blocks * pages.block_size
+        if len(last) and int(last.max()) >= num_slots:
+            raise PlanError(
+                f"the plan uses slot {int(last.max())} of a {side} cache of {num_slots}"
+            )
+
+
+def _move_ranges(
+    runs: SlotRuns,
+    src: PageGeometry,
+    dst: PageGeometry,
+    views: Iterable[tuple[PageView, PageView]],
+) -> None:
+    for ranges in _ranges(runs, src, dst):
+        prepared = RangeCopy.of(ranges)
+        for a, b in views:
+            prepared.copy(a.memory[a.offset :], b.memory[b.offset :])
+
+
+def _ranges(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> Iterator[Descriptors]:
+    """The byte ranges of a link, a bounded number at a time."""
+    pairs = paired_pieces(src, dst, runs.src_heads, runs.dst_heads)
+    if src.record == dst.record and src.block_size == dst.block_size:
+        whole = runs.are_whole(src.block_size) & src.record.is_solid(src.block_size)
+        if whole.any():
+            yield _pages(take_runs(runs, whole), src, dst)
+            runs = take_runs(runs, ~whole)
+    for part in cut_runs(runs, max(MAX_RANGES // len(pairs), 1)):
+        yield descriptors(part, src, dst)
+
+
+def _pages(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> Descriptors:
+    """Whole pages in one piece each, whatever their arrangement."""
+    page = Piece(0, 0, src.record.page_nbytes(src.block_size), 0)
+    nbytes = np.full(len(runs), page.nbytes)
+    return Descriptors(src.address(runs.src, page), dst.address(runs.dst, page), nbytes).coalesced()
+
+
+def _move_rows(runs: SlotRuns, src: PageView, dst: PageView) -> None:
+    src_slots, dst_slots = (
+        torch.from_numpy(slots).to(src.memory.device) for slots in runs.expand()
+    )
+    rows = gather_rows(src, src_slots, heads=runs.src_heads)
+    scatter_rows(dst, dst_slots, rows, runs.dst_heads)
