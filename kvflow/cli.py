@@ -4,9 +4,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import kvflow
 from kvflow import doctor
+
+LAYOUTS = """Layouts are texts: "dcp8(i=1) paged(64)", "pcp4*dcp2@pcp(i=16) paged(16) glm-5.3/fp8",
+"replicated(4) latent:pool(64) indexer:paged(16)"; docs/explain.md has the language."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +26,29 @@ def _parser() -> argparse.ArgumentParser:
     examine = commands.add_parser("doctor", help=_run_doctor.__doc__, description=doctor.__doc__)
     examine.add_argument("--json", action="store_true", help="for programs")
     examine.set_defaults(run=_run_doctor)
+    told = commands.add_parser("explain", help=_run_explain.__doc__, description=LAYOUTS)
+    _add_transfer(told)
+    told.add_argument("--costs", type=Path, help="JSON of the measured costs of a transport")
+    told.add_argument("--json", action="store_true", help="for programs")
+    told.set_defaults(run=_run_explain)
+    drawn = commands.add_parser("draw", help=_run_draw.__doc__, description=LAYOUTS)
+    _add_transfer(drawn)
+    drawn.add_argument("-o", "--output", type=Path, default=Path("plan.svg"), help="an SVG file")
+    drawn.set_defaults(run=_run_draw)
     return parser
+
+
+def _add_transfer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("src", metavar="SRC", help="layout that holds the tokens")
+    parser.add_argument("dst", metavar="DST", help="layout that gets them")
+    parser.add_argument("--tokens", type=int, required=True, help="tokens of the request")
+    parser.add_argument("--start", type=int, default=0, help="the target holds what is before it")
+    parser.add_argument(
+        "--model",
+        default="glm-5.3/fp8",
+        help="what is cached, where a layout does not say it: a name, or config.json[/DTYPE]",
+    )
+    parser.add_argument("--absent", help="components that do not move, like latent.78,indexer.78")
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
@@ -33,6 +59,20 @@ def _run_doctor(options: argparse.Namespace) -> int:
     else:
         print(doctor.as_text(findings))
     return 0 if doctor.works(findings) else 1
+
+
+def _run_explain(options: argparse.Namespace) -> int:
+    """what a transfer between two layouts moves, what it costs, what simpler formulas misplace"""
+    from kvflow.explain.command import run_explain
+
+    return run_explain(options)
+
+
+def _run_draw(options: argparse.Namespace) -> int:
+    """an SVG of who holds which token, and what flows where"""
+    from kvflow.explain.command import run_draw
+
+    return run_draw(options)
 
 
 if __name__ == "__main__":

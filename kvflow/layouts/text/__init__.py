@@ -29,7 +29,8 @@ word                                         says
 and layouts print the longer words of their constructors, and those are read as well.
 """
 
-from kvflow.layouts.text.layouts import format_layout, parse_layout
+from kvflow.layouts.text.layouts import format_layout, parse_layout, parse_members, parse_spec
+from kvflow.layouts.text.members import format_members
 from kvflow.layouts.text.placement import format_paging, format_placement
 from kvflow.layouts.text.records import RECORDS, format_record
 from kvflow.layouts.text.scan import TextError
@@ -40,9 +41,12 @@ __all__ = [
     "RECORDS",
     "TextError",
     "format_layout",
+    "format_members",
     "format_paging",
     "format_placement",
     "format_record",
     "format_spec",
     "parse_layout",
+    "parse_members",
+    "parse_spec",
 ]

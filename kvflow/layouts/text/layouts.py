@@ -65,6 +65,28 @@ def parse_layout(text: str, spec: KVCacheSpec | None = None) -> KVLayout:
         words[0].fail(f"a lawful layout, but {error}")
 
 
+def parse_spec(text: str) -> KVCacheSpec:
+    """What a cache holds, as in the text of a layout: a model, a record or components.
+
+    >>> parse_spec("glm-5.3/fp8").nbytes_per_token
+    54728
+    """
+    words = words_of(text)
+    spec = read_spec(words[0])
+    for word in words[1:]:
+        spec = KVCacheSpec(spec.components, with_content(spec.content, read_content(word)))
+    return spec
+
+
+def parse_members(text: str, spec: KVCacheSpec) -> tuple[str, ...]:
+    """Names of components, as in the text of a group: ``latent``, ``indexer.0-2+78``, ``all.3``.
+
+    >>> parse_members("all.78", parse_spec("glm-5.3"))
+    ('latent.78', 'indexer.78')
+    """
+    return read_members(spec, Word(text, 0, text))
+
+
 def format_layout(layout: KVLayout, spec: KVCacheSpec | None = None) -> str:
     """The text that `parse_layout` reads as this layout; what it holds is left out if it is
     `spec`. Raises `LayoutError` for a sharding or paging that the language does not know.

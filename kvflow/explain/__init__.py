@@ -1,0 +1,1 @@
+"""What a transfer costs, who holds what, and what simpler formulas would have got wrong."""

@@ -1,0 +1,91 @@
+"""The `explain` and `draw` commands: two layouts as texts, a token range, and what to say of it."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvflow.errors import KvflowError, LayoutError
+from kvflow.explain.draw import draw_plan
+from kvflow.explain.render import render
+from kvflow.explain.report import explain
+from kvflow.layouts.spec import KVCacheSpec
+from kvflow.layouts.text import parse_layout, parse_members, parse_spec
+from kvflow.transfers.executors.strategy import Costs
+from kvflow.transfers.plan import Plan
+from kvflow.transfers.planner import plan_transfer
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """Prints the report of a plan; exit status 2 for bad input."""
+    return _guarded("explain", _explain, options)
+
+
+def run_draw(options: argparse.Namespace) -> int:
+    """Writes the drawing of a plan; exit status 2 for bad input."""
+    return _guarded("draw", _draw, options)
+
+
+def _guarded(
+    name: str, run: Callable[[argparse.Namespace], None], options: argparse.Namespace
+) -> int:
+    try:
+        run(options)
+    except (KvflowError, OSError) as error:
+        print(f"kvflow {name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> None:
+    costs = Costs() if options.costs is None else _read_costs(options.costs)
+    report = explain(_plan(options), costs)
+    print(json.dumps(report.as_json(), indent=2) if options.json else render(report))
+
+
+def _draw(options: argparse.Namespace) -> None:
+    if options.output.suffix.lower() != ".svg":
+        raise LayoutError(
+            f"{options.output}: kvflow draws SVG, the name must end in .svg; any renderer makes a "
+            f"PNG of it, such as rsvg-convert or resvg"
+        )
+    options.output.write_text(draw_plan(_plan(options)), encoding="utf-8")
+    print(f"wrote {options.output}")
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    if options.start > options.tokens:
+        raise LayoutError(f"--start {options.start} is behind --tokens {options.tokens}")
+    spec = _read_model(options.model)
+    src, dst = parse_layout(options.src, spec), parse_layout(options.dst, spec)
+    absent: set[str] = set()
+    if options.absent:
+        for side in (src, dst):
+            try:
+                absent |= set(parse_members(options.absent, side.spec))
+            except LayoutError:
+                if side is dst and not absent:
+                    raise
+    return plan_transfer(src, dst, (options.start, options.tokens), absent=absent)
+
+
+def _read_model(name: str) -> KVCacheSpec:
+    """A name of the language, or the path of an HF config with ``/DTYPE`` behind it if wanted."""
+    path, _, dtype = name.partition(".json")
+    if not Path(path + ".json").is_file():
+        return parse_spec(name)
+    try:
+        config: Any = json.loads(Path(path + ".json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise LayoutError(f"{path}.json is no JSON: {error}") from error
+    return KVCacheSpec.from_config(config, kv_dtype=dtype.lstrip("/") or "fp8")  # type: ignore[arg-type]
+
+
+def _read_costs(path: Path) -> Costs:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return Costs(**said)
+    except (json.JSONDecodeError, TypeError) as error:
+        raise LayoutError(f"{path} holds no costs: {error}") from error
