@@ -66,9 +66,8 @@ class NixlEndpoint:
     def __attrs_post_init__(self) -> None:
         self._agent = Agent(self.label or f"rank{self.cache.rank}", self.progress, dict(self.ucx))
         self._outbox, landing = (StagingArea(self.staging_nbytes) for _ in range(2))
-        for area in (self._outbox, landing):
-            self._agent.register(area.memory.data_ptr(), area.capacity)
-        self._register_cache(self._agent)
+        self._agent.register(self._outbox.memory.data_ptr(), self._outbox.capacity)
+        self._register(self._agent, landing)
         service = Service(self._agent, self._key, self.cache, self._outbox, self._admit)
         self._door = Door(
             self._agent,
@@ -81,16 +80,18 @@ class NixlEndpoint:
             self.costs,
         )
 
-    def _register_cache(self, agent: Agent) -> None:
+    def _register(self, agent: Agent, landing: StagingArea) -> None:
+        """What reads may write to."""
+        agent.register(landing.memory.data_ptr(), landing.capacity)
         for view in self.cache.pages.values():
             agent.register(view.memory.data_ptr(), view.memory.numel())
 
     def _open_lanes(self) -> tuple[Agent, ...]:
-        """All agents for direct reads; the extra ones are made at the first large pull."""
+        """All agents that read; the extra ones are made at the first large pull."""
         with self._lock:
             while len(self._lanes) < self.num_lanes - 1:
                 lane = Agent("lane", "none", dict(self.ucx))
-                self._register_cache(lane)
+                self._register(lane, self._door.landing)
                 for peer in self._peers.values():
                     lane.add_peer(peer.export.agent)
                 self._lanes.append(lane)

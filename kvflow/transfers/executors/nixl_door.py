@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from kvflow.errors import TransferError
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.nixl_agent import Agent, Flight
-from kvflow.transfers.executors.nixl_lists import Peer
+from kvflow.transfers.executors.nixl_lists import Peer, landing_pages
 from kvflow.transfers.executors.nixl_serve import Service
 from kvflow.transfers.executors.nixl_wire import Message, Refused, Reply, encode
+from kvflow.transfers.executors.place import Bytes
 from kvflow.transfers.executors.staging import StagingArea
 from kvflow.transfers.executors.strategy import Costs
 from kvflow.transfers.lower import PageGeometry
@@ -57,13 +59,27 @@ class Door:
     landing: StagingArea
     service: Service
     costs: Costs
+    landing_bytes: Bytes = field(init=False)
+    page_bytes: Mapping[str, Bytes] = field(init=False)
+    _landing_lists: dict[tuple[str, int], Any] = field(init=False, factory=dict)
     _scratch: Tensor = field(init=False)
     _kept: list[Flight] = field(init=False, factory=list)
     _probes: dict[str, Flight] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
+        self.landing_bytes = self.landing.memory.numpy()
+        pages = self.cache.pages.items()
+        self.page_bytes = {name: view.memory.numpy()[view.offset :] for name, view in pages}
         self._scratch = torch.zeros(PROBE_NBYTES, dtype=torch.uint8)
         self.agent.register(self._scratch.data_ptr(), PROBE_NBYTES)
+
+    def landing_pages(self, agent: Agent, page: int) -> Any:
+        """Landing as a prepared list of pages of `page` bytes, for one of our agents."""
+        key = (agent.name, page)
+        if key not in self._landing_lists:
+            address, capacity = self.landing.memory.data_ptr(), self.landing.capacity
+            self._landing_lists[key] = landing_pages(agent, address, capacity, page)
+        return self._landing_lists[key]
 
     def wait(self, flights: list[Flight], deadline: Deadline) -> None:
         """Blocks until all have ended. Raises `TransferError` at the deadline, and NIXL's own

@@ -4,38 +4,40 @@ Afterwards a transfer is two int32 index arrays, and NIXL merges neighbours that
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from attrs import define, evolve, field, frozen
 
 from kvflow.errors import CapacityError, TransferError
-from kvflow.layouts.record import Piece
+from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.pieces import Piece
+from kvflow.layouts.record import Record
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.nixl_agent import LOCAL, Agent
 from kvflow.transfers.executors.nixl_wire import Export, geometry_of
 from kvflow.transfers.lower import PageGeometry, SlotRuns, paired_pieces
-from kvflow.transfers.plan import Plan
 
-Grain = Literal["page", "row"]
+WHOLE = 0
+"""The grain of lists whose elements are whole pages. Any other grain is a number of tokens."""
 _INT32_END = 2**31
+
+Index = npt.NDArray[np.int32]
 
 
 @frozen(eq=False)
 class PreparedLists:
-    """A local and a remote list with the same components in the same order. `starts` says at
+    """A remote and a local list with the same components in the same order. `starts` says at
     which element of (remote, local) each piece of a component begins."""
 
     remote: Any
     local: Any
     starts: Mapping[str, tuple[tuple[int, int], ...]]
 
-    def indices(
-        self, names: Iterable[str], src: Ints, dst: Ints
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Elements of the same blocks (or slots) of several components: piece by piece, in the
-        given order."""
+    def indices(self, names: Iterable[str], src: Ints, dst: Ints) -> tuple[Index, Index]:
+        """The same elements of several components: piece by piece, in the given order."""
         first = np.array([s for name in names for s in self.starts[name]], np.int64)
         both = (np.add.outer(first[:, i], at).ravel() for i, at in ((0, src), (1, dst)))
         here, there = (np.ascontiguousarray(index, dtype=np.int32) for index in both)
@@ -59,7 +61,8 @@ class Peer:
     export: Export
     geometries: Mapping[str, PageGeometry] = field(init=False)
     _kinds: tuple[Kind, ...] = field(init=False, default=())
-    _lists: dict[tuple[str, Grain], PreparedLists] = field(init=False, factory=dict)
+    _lists: dict[tuple[str, int], PreparedLists] = field(init=False, factory=dict)
+    _pages: dict[str, Any] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.geometries = {n: geometry_of(n, i) for n, i in self.export.components.items()}
@@ -79,12 +82,31 @@ class Peer:
             self._kinds = tuple(Kind(tuple(names), *looks) for looks, names in alike.items())
         return self._kinds
 
-    def lists(self, agent: Agent, mine: Mapping[str, PageGeometry], grain: Grain) -> PreparedLists:
+    def lists(self, agent: Agent, mine: Mapping[str, PageGeometry], grain: int) -> PreparedLists:
         """The lists of one grain for an agent of ours, prepared at first use."""
         key = (agent.name, grain)
         if key not in self._lists:
             self._lists[key] = _prepare(agent, self, mine, grain)
         return self._lists[key]
+
+    @cached_property
+    def page_starts(self) -> dict[str, int]:
+        """At which element of `source_pages` each component begins."""
+        ends = np.cumsum([geometry.num_blocks for geometry in self.geometries.values()])
+        return dict(zip(self.geometries, (int(e) for e in (0, *ends[:-1])), strict=True))
+
+    def source_pages(self, agent: Agent) -> Any:
+        """A list of every page of this peer for an agent of ours, prepared at first use."""
+        if agent.name not in self._pages:
+            table = _joined("page", [_pages(geometry) for geometry in self.geometries.values()])
+            self._pages[agent.name] = agent.prepare(self.name, table)
+        return self._pages[agent.name]
+
+
+def landing_pages(agent: Agent, address: int, capacity: int, page: int) -> Any:
+    """A prepared list over staging of ours: element i is its i-th page of `page` bytes."""
+    table = np.array([[address, page, 0, page, capacity // page]], np.uint64)
+    return agent.prepare(LOCAL, table)
 
 
 def same_pages(src: PageGeometry, dst: PageGeometry) -> bool:
@@ -93,7 +115,7 @@ def same_pages(src: PageGeometry, dst: PageGeometry) -> bool:
 
 
 def _prepare(
-    agent: Agent, peer: Peer, mine: Mapping[str, PageGeometry], grain: Grain
+    agent: Agent, peer: Peer, mine: Mapping[str, PageGeometry], grain: int
 ) -> PreparedLists:
     tables: tuple[list[Ints], list[Ints]] = ([], [])
     length, starts = [0, 0], {}
@@ -101,21 +123,32 @@ def _prepare(
         src = peer.geometries.get(name)
         if src is None or src.record.fields != dst.record.fields:
             continue
-        if grain == "page" and not same_pages(src, dst):
+        if not (same_pages(src, dst) if grain == WHOLE else fits(grain, src, dst)):
             continue
-        pairs = paired_pieces(src, dst) if grain == "row" else [(None, None)]
         begins = []
-        for pair in pairs:
+        for pair in [(None, None)] if grain == WHOLE else paired_pieces(src, dst):
             begins.append((length[0], length[1]))
             for side, (geometry, piece) in enumerate(zip((src, dst), pair, strict=True)):
-                table = _pages(geometry) if piece is None else _rows(geometry, piece)
+                table = _pages(geometry) if piece is None else _rows(geometry, piece, grain)
                 tables[side].append(table)
                 length[side] += int(table[:, 4].sum())
         starts[name] = tuple(begins)
-    if max(length) >= _INT32_END:
-        raise CapacityError(f"{grain} lists of {length} elements, NIXL indexes below {_INT32_END}")
-    remote, local = (np.concatenate(t).astype(np.uint64) for t in tables)
+    remote, local = (_joined(f"grain {grain}", t) for t in tables)
     return PreparedLists(agent.prepare(peer.name, remote), agent.prepare(LOCAL, local), starts)
+
+
+def _joined(what: str, tables: list[Ints]) -> npt.NDArray[np.uint64]:
+    table = np.concatenate(tables)
+    if (length := int(table[:, 4].sum())) >= _INT32_END:
+        raise CapacityError(f"a {what} list of {length} elements, NIXL indexes below {_INT32_END}")
+    return table.astype(np.uint64)
+
+
+def fits(grain: int, src: PageGeometry, dst: PageGeometry) -> bool:
+    """Pages can be cut into `grain` tokens that lie together, piece by piece, on both sides."""
+    if src.block_size % grain or dst.block_size % grain:
+        return False
+    return grain == 1 or all(p.stride == p.nbytes for pair in paired_pieces(src, dst) for p in pair)
 
 
 def _pages(at: PageGeometry) -> Ints:
@@ -124,13 +157,15 @@ def _pages(at: PageGeometry) -> Ints:
     return np.array([[at.base, page, 0, at.block_stride, at.num_blocks]], np.int64)
 
 
-def _rows(at: PageGeometry, piece: Piece) -> Ints:
-    """Strided rows for a piece of every slot: one if the pitch is even, else one a page."""
+def _rows(at: PageGeometry, piece: Piece, grain: int) -> Ints:
+    """Strided rows for a piece of every `grain` slots: one if the pitch is even, else one a
+    page."""
     even = at.block_stride == at.block_size * piece.stride
     num_tables, count = (1, at.num_blocks) if even else (at.num_blocks, 1)
     table = np.zeros((num_tables, 5), np.int64)
     table[:, 0] = at.address(np.arange(num_tables, dtype=np.int64) * at.block_size, piece)
-    table[:, 1], table[:, 3], table[:, 4] = piece.nbytes, piece.stride, count * at.block_size
+    table[:, 1], table[:, 3] = grain * piece.nbytes, grain * piece.stride
+    table[:, 4] = count * at.block_size // grain
     return table
 
 
@@ -152,15 +187,26 @@ def check_bounds(kind: Kind, runs: SlotRuns) -> None:
             )
 
 
-def check_layouts(plan: Plan, kind: Kind, names: Iterable[str]) -> None:
-    """The caches have the pages that the plan was made for. Raises `TransferError` otherwise."""
-    for side, at, layout in (("source", kind.src, plan.src), ("target", kind.dst, plan.dst)):
-        chosen = set(names)
-        sizes = {g.paging.block_size for g in layout.groups if not chosen.isdisjoint(g.components)}
-        records = {id(c.record): c.record for c in layout.spec.components if c.name in chosen}
-        for record in records.values():
-            if record != at.record or sizes != {at.block_size}:
+@frozen(eq=False)
+class Planned:
+    """The pages that one side of a plan has, by component."""
+
+    side: str
+    records: Mapping[str, Record]
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, side: str, layout: KVLayout) -> "Planned":
+        records = {c.name: c.record for c in layout.spec.components}
+        sizes = {name: g.paging.block_size for g in layout.groups for name in g.components}
+        return cls(side, records, sizes)
+
+    def check(self, at: PageGeometry, names: Iterable[str]) -> None:
+        """The cache has the pages that the plan was made for. Raises `TransferError` otherwise."""
+        looks = {(id(self.records[name]), self.sizes[name]): self.records[name] for name in names}
+        for (_, size), record in looks.items():
+            if size != at.block_size or record != at.record:
                 raise TransferError(
-                    f"the {side} cache has pages of {at.block_size} x {at.record}, "
-                    f"the plan says {sorted(sizes)} x {record}"
+                    f"the {self.side} cache has pages of {at.block_size} x {at.record}, "
+                    f"the plan says {size} x {record}"
                 )

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from attrs import define, evolve, field, frozen
 
 from kvflow.errors import TransferError
@@ -15,25 +15,29 @@ from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.base import TransferReport
 from kvflow.transfers.executors.nixl_agent import Agent, Flight
 from kvflow.transfers.executors.nixl_door import Deadline, Door
-from kvflow.transfers.executors.nixl_landing import (
+from kvflow.transfers.executors.nixl_landing import Landings
+from kvflow.transfers.executors.nixl_lists import (
+    WHOLE,
+    Index,
+    Peer,
+    Planned,
+    check_bounds,
+    same_pages,
+)
+from kvflow.transfers.executors.nixl_parts import (
     Job,
-    Landings,
+    StagedPart,
     pack_cuts,
     packed_part,
     part_room,
     staged_parts,
 )
-from kvflow.transfers.executors.nixl_lists import (
-    Grain,
-    Peer,
-    check_bounds,
-    check_layouts,
-    same_pages,
-)
 from kvflow.transfers.executors.nixl_wire import Digest, Digested, Message, Pack, Packed, pack_runs
 from kvflow.transfers.executors.seal import digest_rows
-from kvflow.transfers.executors.strategy import STRATEGIES, Strategy, estimate, split_whole
+from kvflow.transfers.executors.slot_cuts import split_whole
+from kvflow.transfers.executors.strategy import STRATEGIES, Strategy, estimate
 from kvflow.transfers.lower import BoundPlan, SlotRuns
+from kvflow.transfers.plan import PlanPart
 
 _POST_NBYTES = 8 << 20
 _POST_ELEMENTS = 1 << 12
@@ -46,9 +50,20 @@ class _Post:
     """One request of direct reads: elements of a peer's prepared list."""
 
     peer: Peer
-    grain: Grain
-    src: npt.NDArray[np.int32]
-    dst: npt.NDArray[np.int32]
+    grain: int
+    src: Index
+    dst: Index
+
+
+T = TypeVar("T")
+
+
+def _next(queue: deque[T]) -> T | None:
+    """The first of a queue that several lanes empty."""
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
 
 
 @define(eq=False)
@@ -66,60 +81,62 @@ class Pull:
     _nbytes: int = field(init=False, default=0)
     _num_descriptors: int = field(init=False, default=0)
     _posts: deque[_Post] = field(init=False, factory=deque)
+    _parts: deque[StagedPart] = field(init=False, factory=deque)
+    _landings: list[Landings] = field(init=False, factory=list)
     _asked: list[int] = field(init=False, factory=list)
 
     def run(self, *, verify: bool) -> TransferReport:
         """Raises `TransferError`, or NIXL's exception, with nothing left unaccounted for."""
         begin = time.monotonic()
         links = list(self.bound.links_to(self.dst_rank))
-        jobs = [
-            job for part, rank, runs in links for job in self._jobs(part.components, rank, runs)
-        ]
-        landings = Landings(self.door, self.deadline, self._flights)
+        jobs = list(self._jobs(links))
         try:
             todo: dict[Strategy, list[Job]] = {s: [] for s in STRATEGIES}
             for job in jobs:
                 self._nbytes += job.runs.num_tokens * job.dst.record.nbytes * len(job.names)
                 self._assign(job, todo)
             for job in todo["direct"]:
-                self._add_direct(job, *job.runs.expand(), whole=False)
-            self._post_all()
-            for job in todo["stage"]:
-                for part in staged_parts(job, self.door.landing.capacity):
-                    landings.fetch(part)
-            self._pack(todo["pack"], landings)
-            landings.drain()
+                self._add_direct(job, *job.runs.expand(), grain=1)
+            self._parts.extend(staged_parts(todo["stage"], self.door.landing.capacity))
+            self._read_all()
+            self._pack(todo["pack"])
             self.door.wait(self._flights, self.deadline)
             verified = self._verify(jobs) if verify else None
         finally:
-            landings.abandon()
+            for landings in self._landings:
+                landings.abandon()
             self.door.keep(self._flights)
             self.door.service.mailbox.forget(self._asked)
         return TransferReport(
             self.bound.plan.digest,
             self._nbytes,
-            self._num_descriptors + landings.num_descriptors,
+            self._num_descriptors + sum(g.num_descriptors for g in self._landings),
             len({rank for _, rank, _ in links}),
             tuple(s for s in STRATEGIES if s in self._used),
             time.monotonic() - begin,
             verified,
-            landings.num_parts,
+            sum(g.num_parts for g in self._landings),
         )
 
-    def _jobs(self, components: tuple[str, ...], rank: int, runs: SlotRuns) -> Iterator[Job]:
+    def _jobs(self, links: list[tuple[PlanPart, int, SlotRuns]]) -> Iterator[Job]:
         """Components that look alike on both sides, together. All bounds are proven here."""
-        if rank not in self.peers:
-            raise TransferError(f"the plan reads rank {rank}, peers are given for {[*self.peers]}")
-        peer, wanted = self.peers[rank], set(components)
-        for kind in peer.kinds(self.door.geometries):
-            names = tuple(name for name in kind.names if name in wanted)
-            wanted -= set(names)
-            if names:
-                check_layouts(self.bound.plan, kind, names)
-                check_bounds(kind, runs)
-                yield Job(peer, names, runs, kind.src, kind.dst)
-        if wanted:
-            raise TransferError(f"{peer.name} or this endpoint lacks {sorted(wanted)}")
+        plan = self.bound.plan
+        src, dst = Planned.of("source", plan.src), Planned.of("target", plan.dst)
+        for part, rank, runs in links:
+            if rank not in self.peers:
+                raise TransferError(
+                    f"the plan reads rank {rank}, peers are given for {[*self.peers]}"
+                )
+            peer, wanted = self.peers[rank], set(part.components)
+            for kind in peer.kinds(self.door.geometries):
+                if names := tuple(name for name in kind.names if name in wanted):
+                    wanted -= set(names)
+                    src.check(kind.src, names)
+                    dst.check(kind.dst, names)
+                    check_bounds(kind, runs)
+                    yield Job(peer, names, runs, kind.src, kind.dst)
+            if wanted:
+                raise TransferError(f"{peer.name} or this endpoint lacks {sorted(wanted)}")
 
     def _assign(self, job: Job, todo: dict[Strategy, list[Job]]) -> None:
         """Whole blocks go direct; what is left goes the cheapest way that staging allows."""
@@ -127,7 +144,7 @@ class Pull:
             blocks, rest = split_whole(job.runs, job.src.block_size)
             if len(blocks[0]):
                 self._used.add("direct")
-                self._add_direct(job, *blocks, whole=True)
+                self._add_direct(job, *blocks, grain=WHOLE)
             job = evolve(job, runs=rest)
         if not len(job.runs):
             return
@@ -146,12 +163,11 @@ class Pull:
         possible += ["pack"] if part_room(row, landing, owner) else []
         return tuple(possible)
 
-    def _add_direct(self, job: Job, src: Ints, dst: Ints, *, whole: bool) -> None:
-        grain: Grain = "page" if whole else "row"
-        unit = job.src.block_size if whole else 1
+    def _add_direct(self, job: Job, src: Ints, dst: Ints, *, grain: int) -> None:
+        unit = grain or job.src.block_size
         lists = job.peer.lists(self.door.agent, self.door.geometries, grain)
         here, there = lists.indices(job.names, src, dst)
-        if whole:
+        if grain == WHOLE:
             page = job.src.record.page_nbytes(job.src.block_size)
             dense = page == job.src.block_stride == job.dst.block_stride
             breaks = (np.diff(here) != 1) | (np.diff(there) != 1)
@@ -160,35 +176,41 @@ class Pull:
         for i in range(0, len(here), step):
             self._posts.append(_Post(job.peer, grain, here[i : i + step], there[i : i + step]))
 
-    def _post_all(self) -> None:
-        """Posts the direct reads. A post over shared memory is the copy itself, so lanes share the
-        work if there is much of it."""
+    def _landing(self, agent: Agent) -> Landings:
+        self._landings.append(Landings(self.door, agent, self.deadline, self._flights))
+        return self._landings[-1]
+
+    def _read_all(self) -> None:
+        """Posts the direct reads, then the staged ones. A post over shared memory is the copy
+        itself and placing is another, so lanes share the work if there is much of it."""
         lanes = self.door.open_lanes() if self._nbytes >= _LANES_NBYTES else (self.door.agent,)
         if len(lanes) == 1:
-            self._post_from(self.door.agent)
+            self._read_from(self.door.agent)
             return
         with ThreadPoolExecutor(len(lanes)) as threads:
-            for done in [threads.submit(self._post_from, lane) for lane in lanes]:
+            for done in [threads.submit(self._read_from, lane) for lane in lanes]:
                 done.result()
 
-    def _post_from(self, lane: Agent) -> None:
-        while self._posts:
-            self.deadline.check("posting reads")
-            try:
-                post = self._posts.popleft()
-            except IndexError:  # another lane took the last one
-                return
-            lists = post.peer.lists(lane, self.door.geometries, post.grain)
-            try:
+    def _read_from(self, lane: Agent) -> None:
+        landings = self._landing(lane)
+        try:
+            while post := _next(self._posts):
+                self.deadline.check("posting reads")
+                lists = post.peer.lists(lane, self.door.geometries, post.grain)
                 flight = lane.read_prepared(lists.local, post.dst, lists.remote, post.src)
-            except BaseException:
-                self._posts.clear()  # the other lanes need not go on
-                raise
-            self._flights.append(flight)
+                self._flights.append(flight)
+            while part := _next(self._parts):
+                landings.fetch(part)
+            landings.drain()
+        except BaseException:
+            self._posts.clear()  # the other lanes need not go on
+            self._parts.clear()
+            raise
 
-    def _pack(self, jobs: list[Job], landings: Landings) -> None:
+    def _pack(self, jobs: list[Job]) -> None:
         """Asks a few parts ahead, so that owners pack while we read and place."""
         asked: deque[tuple[int, Job]] = deque()
+        landings = self._landing(self.door.agent)
         for job in jobs:
             for part in pack_cuts(job, self.door.landing.capacity):
                 asked.append((self._ask_pack(part), part))
@@ -196,6 +218,7 @@ class Pull:
                     self._fetch_packed(*asked.popleft(), landings)
         while asked:
             self._fetch_packed(*asked.popleft(), landings)
+        landings.drain()
 
     def _ask_pack(self, job: Job) -> int:
         lease = max(self.deadline.left, 0)
@@ -214,9 +237,9 @@ class Pull:
             raise TransferError(f"{job.peer.name} answered a pack request with {reply!r}")
         staging = job.peer.export.staging
         part = packed_part(job, request_id, staging.address + reply.offset)
-        if not 0 <= reply.offset <= staging.nbytes - part.total_nbytes:
+        if not 0 <= reply.offset <= staging.nbytes - part.nbytes:
             raise TransferError(
-                f"{job.peer.name} packed {part.total_nbytes} bytes at {reply.offset}, its "
+                f"{job.peer.name} packed {part.nbytes} bytes at {reply.offset}, its "
                 f"staging has {staging.nbytes}"
             )
         landings.fetch(part)

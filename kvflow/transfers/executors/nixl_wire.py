@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from kvflow.errors import KvflowError, TransferError
-from kvflow.layouts.record import Arrangement, Field, Record
+from kvflow.layouts.record import Field, Record
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.seal import seal, unseal
 from kvflow.transfers.lower import PageGeometry, SlotRuns
@@ -20,8 +20,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 class PagesInfo(msgspec.Struct, frozen=True, array_like=True):
     """A `PageGeometry` in words, and the region it must lie in."""
 
-    fields: tuple[tuple[str, str, int], ...]
-    arrangement: Arrangement
+    fields: tuple[tuple[str, str, int, int], ...]
+    arrangement: str
     block_size: int
     base: int
     block_stride: int
@@ -132,8 +132,8 @@ def decode_export(key: bytes, sealed: bytes) -> Export:
 def pages_info(geometry: PageGeometry, region: Region) -> PagesInfo:
     record = geometry.record
     return PagesInfo(
-        tuple((f.name, f.dtype, f.num_elements) for f in record.fields),
-        record.arrangement,
+        tuple((f.name, f.dtype, f.num_elements, f.num_heads) for f in record.fields),
+        str(record.arrangement),
         geometry.block_size,
         geometry.base,
         geometry.block_stride,

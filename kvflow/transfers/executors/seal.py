@@ -11,6 +11,7 @@ import torch
 
 from kvflow.errors import TransferError
 from kvflow.kernels.rows import PageView, gather_rows
+from kvflow.layouts.pieces import Heads
 from kvflow.layouts.sharding import Ints
 
 SEAL_NBYTES = 32
@@ -39,11 +40,12 @@ def unseal(key: bytes, sealed: bytes) -> bytes:
     return blob
 
 
-def digest_rows(pages: PageView, slots: Ints) -> bytes:
-    """blake2b (16 bytes) over the packed rows of `slots`, in their order: equal tokens give equal
-    digests whatever the arrangement of the pages."""
+def digest_rows(pages: PageView, slots: Ints, heads: Heads | None = None) -> bytes:
+    """blake2b (16 bytes) over the packed rows of `slots` in some of the heads that the pages store
+    (default: all), in their order: equal tokens give equal digests whatever the arrangement of the
+    pages."""
     h = hashlib.blake2b(digest_size=16)
     index = torch.from_numpy(slots)
     for start in range(0, len(slots), _ROWS_AT_ONCE):
-        h.update(gather_rows(pages, index[start : start + _ROWS_AT_ONCE]).numpy().data)
+        h.update(gather_rows(pages, index[start : start + _ROWS_AT_ONCE], heads=heads).numpy().data)
     return h.digest()

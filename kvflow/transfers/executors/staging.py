@@ -8,12 +8,12 @@ from torch import Tensor
 
 from kvflow.errors import CapacityError
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 @define(eq=False)
 class StagingArea:
-    """`capacity` bytes lent first-fit, in multiples of 64. Threads may share it."""
+    """`capacity` bytes lent first-fit, so that what is used again is warm. Threads may share it."""
 
     capacity: int
     memory: Tensor = field(init=False, repr=False)
@@ -21,8 +21,8 @@ class StagingArea:
     _changed: threading.Condition = field(init=False, factory=threading.Condition)
 
     def __attrs_post_init__(self) -> None:
-        if self.capacity < _ALIGNMENT:
-            raise CapacityError(f"staging of {self.capacity} bytes, must be at least {_ALIGNMENT}")
+        if self.capacity < ALIGNMENT:
+            raise CapacityError(f"staging of {self.capacity} bytes, must be at least {ALIGNMENT}")
         self.memory = torch.empty(self.capacity, dtype=torch.uint8)
 
     @property
@@ -31,31 +31,30 @@ class StagingArea:
         with self._changed:
             return len(self._used)
 
-    def lend(self, nbytes: int) -> int | None:
-        """Offset of a free slice, None if no gap is large enough now. Raises `CapacityError` for
-        more than there ever is."""
+    def lend(self, nbytes: int, alignment: int = ALIGNMENT) -> int | None:
+        """Offset of a free slice, a multiple of `alignment`; None if no gap is large enough now.
+        Raises `CapacityError` for more than there ever is."""
         if not 0 < nbytes <= self.capacity:
             raise CapacityError(f"a slice of {nbytes} bytes from staging of {self.capacity}")
-        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         with self._changed:
             start = 0
             for offset in sorted(self._used):
                 if offset - start >= nbytes:
                     break
-                start = offset + self._used[offset]
+                start = -(-(offset + self._used[offset]) // alignment) * alignment
             if self.capacity - start < nbytes:
                 return None
-            self._used[start] = size
+            self._used[start] = nbytes
             return start
 
-    def wait_lend(self, nbytes: int, timeout: float) -> int:
+    def wait_lend(self, nbytes: int, timeout: float, alignment: int = ALIGNMENT) -> int:
         """`lend` as soon as it fits. Raises `CapacityError` after `timeout` seconds."""
         with self._changed:
             offset: int | None = None
 
             def fits() -> bool:
                 nonlocal offset
-                offset = self.lend(nbytes)
+                offset = self.lend(nbytes, alignment)
                 return offset is not None
 
             self._changed.wait_for(fits, timeout)

@@ -11,7 +11,6 @@ import numpy as np
 from attrs import frozen
 
 from kvflow.layouts.paging import page_of
-from kvflow.layouts.sharding import Ints
 from kvflow.transfers.lower import PageGeometry, SlotRuns, descriptors
 
 Strategy = Literal["direct", "stage", "pack"]
@@ -66,43 +65,3 @@ def estimate(
         },
         n * len(direct),
     )
-
-
-def split_whole(runs: SlotRuns, block_size: int) -> tuple[tuple[Ints, Ints], SlotRuns]:
-    """Runs between pages of one size, as (source ids, target ids) of the whole blocks and the
-    runs that are left."""
-    whole = runs.are_whole(block_size)
-    ids = page_of(runs.src[whole], block_size), page_of(runs.dst[whole], block_size)
-    return ids, take_runs(runs, ~whole)
-
-
-def take_runs(runs: SlotRuns, index: np.ndarray) -> SlotRuns:
-    """The runs that a mask or an index selects."""
-    return SlotRuns(
-        runs.src[index],
-        runs.src_stride[index],
-        runs.dst[index],
-        runs.dst_stride[index],
-        runs.count[index],
-    )
-
-
-def cut_runs(runs: SlotRuns, size: int) -> list[SlotRuns]:
-    """The same tokens in the same order, at most `size` in each part; a run may be cut in two."""
-    start = np.cumsum(runs.count) - runs.count
-    total, parts = runs.num_tokens, []
-    for low in range(0, total, size):
-        high = min(low + size, total)
-        some = np.flatnonzero((start < high) & (start + runs.count > low))
-        skip = np.maximum(low - start[some], 0)
-        count = np.minimum(start[some] + runs.count[some], high) - start[some] - skip
-        parts.append(
-            SlotRuns(
-                runs.src[some] + skip * runs.src_stride[some],
-                runs.src_stride[some],
-                runs.dst[some] + skip * runs.dst_stride[some],
-                runs.dst_stride[some],
-                count,
-            )
-        )
-    return parts

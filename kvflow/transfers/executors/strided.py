@@ -14,7 +14,7 @@ from kvflow.kernels.ranges import RangeCopy
 from kvflow.kernels.rows import PageView, gather_rows, scatter_rows
 from kvflow.layouts.pieces import Piece
 from kvflow.transfers.executors.base import RankCache, require_caches
-from kvflow.transfers.executors.cut import cut_runs, take_runs
+from kvflow.transfers.executors.slot_cuts import cut_runs, take_runs
 from kvflow.transfers.lower import (
     BoundPlan,
     Descriptors,

@@ -1,0 +1,149 @@
+"""Parts that travel through staging: how jobs are cut into them.
+
+A part holds whole source pages (stage) or packed rows (pack) of one or more components that look
+alike, and knows where each token goes from there.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+
+import numpy as np
+from attrs import evolve, frozen
+
+from kvflow.errors import CapacityError
+from kvflow.layouts.paging import in_page, page_of
+from kvflow.transfers.executors.nixl_agent import Agent, Flight
+from kvflow.transfers.executors.nixl_door import Door
+from kvflow.transfers.executors.nixl_lists import Index, Peer
+from kvflow.transfers.executors.place import Placing
+from kvflow.transfers.executors.slot_cuts import cut_runs
+from kvflow.transfers.executors.staging import ALIGNMENT
+from kvflow.transfers.lower import PageGeometry, SlotRuns
+
+PART_NBYTES = 1 << 20
+"""Bytes of a part: what was read must still be in the cache when it is placed, and a request
+costs some 30 us whatever its size."""
+AHEAD = 2
+"""Parts that one agent has in the air."""
+
+
+@frozen(eq=False)
+class Job:
+    """The same runs of several components that look alike, from one peer."""
+
+    peer: Peer
+    names: tuple[str, ...]
+    runs: SlotRuns
+    src: PageGeometry
+    dst: PageGeometry
+
+
+@frozen(eq=False)
+class Part:
+    """Bytes of several components one behind the other, and `placing` for each in turn."""
+
+    peer: Peer
+    names: tuple[str, ...]
+    placing: Placing
+    nbytes: int
+    num_descriptors: int
+    alignment: int
+
+    def post(self, door: Door, agent: Agent, offset: int) -> Flight:
+        """Posts the read into landing at `offset`."""
+        raise NotImplementedError
+
+
+@frozen(eq=False)
+class StagedPart(Part):
+    """Whole source pages: elements `src` of the peer's list of pages, `alignment` bytes each."""
+
+    src: Index
+
+    def post(self, door: Door, agent: Agent, offset: int) -> Flight:
+        local, first = door.landing_pages(agent, self.alignment), offset // self.alignment
+        dst = np.arange(first, first + len(self.src), dtype=np.int32)
+        return agent.read_prepared(local, dst, self.peer.source_pages(agent), self.src)
+
+
+@frozen(eq=False)
+class PackedPart(Part):
+    """Rows that their owner packed at `address`; `request_id` names the loan to release."""
+
+    address: int
+    request_id: int
+
+    def post(self, door: Door, agent: Agent, offset: int) -> Flight:
+        src, dst = np.array([self.address]), np.array([door.landing.memory.data_ptr() + offset])
+        return agent.read(self.peer.name, src, dst, self.nbytes)
+
+
+def part_room(unit: int, *capacities: int) -> int:
+    """Bytes that a part made of `unit` bytes each may have, so that two fit into every staging
+    area, or at least one unit does. 0 if none does."""
+    least = min(capacities)
+    if unit > least:
+        return 0
+    return max(min(PART_NBYTES, least // AHEAD), unit)
+
+
+def staged_parts(jobs: Iterable[Job], capacity: int) -> list[StagedPart]:
+    """Whole source pages, several components or a range of blocks in each part. Peers with the
+    same components take turns: their tokens share target pages, which are still in the caches of
+    memory translation when the next peer's arrive (2x measured). Raises `CapacityError` if a page
+    does not fit."""
+    alike: dict[tuple[str, ...], list[Iterator[StagedPart]]] = {}
+    for job in jobs:
+        alike.setdefault(job.names, []).append(_staged(job, capacity))
+    turns = (turn for parts in alike.values() for turn in zip_longest(*parts))
+    return [part for turn in turns for part in turn if part is not None]
+
+
+def _staged(job: Job, capacity: int) -> Iterator[StagedPart]:
+    """The parts of one job; blocks come in the order of its runs."""
+    size, page = job.src.block_size, job.src.record.page_nbytes(job.src.block_size)
+    if not (room := part_room(page, capacity) // page):
+        raise CapacityError(f"a page of {page} bytes does not fit into staging of {capacity}")
+    src, dst = job.runs.expand()
+    blocks, first, which = np.unique(page_of(src, size), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    blocks, nth = blocks[order], np.argsort(order)[which]
+    landed = nth * size + in_page(src, size)
+    tokens = np.argsort(landed, kind="stable")
+    landed, dst, nth = landed[tokens], dst[tokens], nth[tokens]
+    starts = np.array([job.peer.page_starts[name] for name in job.names], np.int64)
+    for i in range(0, len(blocks), room):
+        some = blocks[i : i + room]
+        span = slice(*np.searchsorted(nth, [i, i + len(some)]))
+        pages = PageGeometry(job.src.record, size, 0, page, len(some))
+        placing = Placing.of(pages, landed[span] - i * size, job.dst, dst[span])
+        elements = (starts[:, None] + some).astype(np.int32)
+        together = max(room // len(some), 1)
+        for n in range(0, len(job.names), together):
+            names, of_part = job.names[n : n + together], elements[n : n + together].ravel()
+            num = len(of_part)
+            yield StagedPart(job.peer, names, placing, num * page, num, page, of_part)
+
+
+def pack_cuts(job: Job, capacity: int) -> Iterator[Job]:
+    """Jobs whose packed rows fit both areas: several components if possible, else a range of
+    tokens. Raises `CapacityError` if a row does not fit."""
+    row, tokens = job.src.record.nbytes, job.runs.num_tokens
+    least = min(capacity, job.peer.export.staging.nbytes)
+    room = part_room(row, least) // row
+    if room == 0:
+        raise CapacityError(f"a row of {row} bytes does not fit into staging of {least}")
+    cuts = [job.runs] if tokens <= room else cut_runs(job.runs, room)
+    together = max(1, room // tokens)
+    for i in range(0, len(job.names), together):
+        for runs in cuts:
+            yield evolve(job, names=job.names[i : i + together], runs=runs)
+
+
+def packed_part(job: Job, request_id: int, address: int) -> PackedPart:
+    """The rows of a job, as its owner packed them at `address`."""
+    row, dst = job.src.record.nbytes, job.runs.expand()[1]
+    rows = PageGeometry(job.src.record, 1, 0, row, len(dst))
+    placing = Placing.of(rows, np.arange(len(dst)), job.dst, dst)
+    size = rows.nbytes * len(job.names)
+    return PackedPart(job.peer, job.names, placing, size, 1, ALIGNMENT, address, request_id)

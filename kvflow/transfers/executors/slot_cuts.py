@@ -1,0 +1,49 @@
+"""Cutting the runs of a link into those that move one way and those that move another."""
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve
+
+from kvflow.layouts.paging import page_of
+from kvflow.layouts.sharding import Ints
+from kvflow.transfers.lower import SlotRuns
+
+
+def split_whole(runs: SlotRuns, block_size: int) -> tuple[tuple[Ints, Ints], SlotRuns]:
+    """Runs between pages of one size, as (source ids, target ids) of the whole blocks and the
+    runs that are left."""
+    whole = runs.are_whole(block_size)
+    ids = page_of(runs.src[whole], block_size), page_of(runs.dst[whole], block_size)
+    return ids, take_runs(runs, ~whole)
+
+
+def take_runs(runs: SlotRuns, index: Ints | npt.NDArray[np.bool_]) -> SlotRuns:
+    """The runs that a mask or an index selects."""
+    return evolve(
+        runs,
+        src=runs.src[index],
+        src_stride=runs.src_stride[index],
+        dst=runs.dst[index],
+        dst_stride=runs.dst_stride[index],
+        count=runs.count[index],
+    )
+
+
+def cut_runs(runs: SlotRuns, size: int) -> list[SlotRuns]:
+    """The same tokens in the same order, at most `size` in each part; a run may be cut in two."""
+    start = np.cumsum(runs.count) - runs.count
+    total, parts = runs.num_tokens, []
+    for low in range(0, total, size):
+        high = min(low + size, total)
+        index = np.flatnonzero((start < high) & (start + runs.count > low))
+        some, begin = take_runs(runs, index), start[index]
+        skip = np.maximum(low - begin, 0)
+        parts.append(
+            evolve(
+                some,
+                src=some.src + skip * some.src_stride,
+                dst=some.dst + skip * some.dst_stride,
+                count=np.minimum(begin + some.count, high) - begin - skip,
+            )
+        )
+    return parts
