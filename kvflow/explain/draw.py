@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from attrs import frozen
 
-from kvflow.explain.bands import COPY, RANK_COLOURS, Column, draw_bands, draw_copies
+from kvflow.explain.bands import COPY, MAX_LABELS, RANK_COLOURS, Column, draw_bands, draw_copies
 from kvflow.explain.lanes import Gap, Lane, Page, copies_of, flows_of, lanes_of
 from kvflow.explain.render import nbytes_text
 from kvflow.explain.svg import MONO, Canvas, ink_on, position_colour
@@ -18,12 +18,13 @@ from kvflow.transfers.plan import Plan
 
 WIDTH, MARGIN, LANE_W, TOP = 1200.0, 24.0, 470.0, 118.0
 INNER = LANE_W - 24
-PAGE, PAGE_H, GAP_W, CELL, CELL_H, COLUMNS = 104.0, 36.0, 44.0, 21.5, 19.0, 20
+PAGE, PAGE_H, GAP_W, CELL, CELL_H, COLUMNS = 104.0, 36.0, 30.0, 21.5, 19.0, 20
 MAX_DETAILED = 160
 """Tokens of a request up to which each one is a cell with its number."""
 
 MAX_STRIPS = 26
 GREY = "#5a6272"
+NUMBERED, COPIED = "link: width and number are its tokens", "copy on the targets' host"
 
 
 @frozen
@@ -67,14 +68,16 @@ def draw_plan(plan: Plan) -> str:
     right = Column(WIDTH - MARGIN - LANE_W, WIDTH - MARGIN, *_spread(heights[1], room))
     canvas, copies = Canvas(), copies_of(plan, dst)
     names = [[lane.label for lane in lanes] for lanes in (src, dst)]
-    draw_bands(canvas, flows_of(plan, src, dst), left, right, names)
+    flows = flows_of(plan, src, dst)
+    draw_bands(canvas, flows, left, right, names)
     for lanes, column, bars in ((src, left, RANK_COLOURS), (dst, right, ("#3b4252",))):
         for i, lane in enumerate(lanes):
             _lane(canvas, lane, scale, column, i, bars[i % len(bars)])
     draw_copies(canvas, copies, right, names[1])
     _title(canvas, plan)
     notes = [*_notes(plan, (*src, *dst), component, scale)]
-    end = _legend(canvas, scale, TOP + room + 14, notes, copied=bool(copies))
+    marks = {COPIED: bool(copies), NUMBERED: len(flows) <= MAX_LABELS}
+    end = _legend(canvas, scale, TOP + room + 14, notes, marks)
     said = f"{format_layout(plan.src)} to {format_layout(plan.dst)}, tokens {start} to {stop}"
     return canvas.document(WIDTH, end, said)
 
@@ -221,14 +224,16 @@ def _notes(plan: Plan, lanes: tuple[Lane, ...], component: str, scale: Scale) ->
     if not scale.detailed:
         yield f"a page shows at most {MAX_STRIPS} of its tokens, and below them its ends"
     if any(lane.num_hidden_pages for lane in lanes):
-        yield "pages are drawn where moved tokens begin, in the middle and at the end; … counts others"
+        yield "pages drawn: where moved tokens begin, in the middle, at the end; … counts others"
     if any(lane.hidden for lane in lanes):
         yield "of the ranks the first ones and the last two are drawn"
     if plan.absent:
         yield f"{len(plan.absent)} components are absent: they do not move"
 
 
-def _legend(canvas: Canvas, scale: Scale, y: float, notes: list[str], *, copied: bool) -> float:
+def _legend(
+    canvas: Canvas, scale: Scale, y: float, notes: list[str], marks: Mapping[str, bool]
+) -> float:
     """Draws the legend below `y`; returns where the picture ends."""
     x = MARGIN
     canvas.rect(x, y, 150.0, 13.0, fill="url(#position)")
@@ -246,8 +251,9 @@ def _legend(canvas: Canvas, scale: Scale, y: float, notes: list[str], *, copied:
         ("held before, not moved", scale.start > 0, {"fill": "url(#held)"}),
         ("empty slot", True, scale.fill(-1)),
         ("page", True, box),
-        ("link: width and number are its tokens", True, line),
-        ("copy on the targets' host", copied, COPY),
+        (NUMBERED, marks[NUMBERED], line),
+        ("link: its width is its tokens", not marks[NUMBERED], line),
+        (COPIED, marks[COPIED], COPY),
     ]
     x += 130
     for said, shown, style in items:
@@ -258,7 +264,7 @@ def _legend(canvas: Canvas, scale: Scale, y: float, notes: list[str], *, copied:
         elif style:
             canvas.path(f"M{x:.1f} {y + 6.5:.1f}h22", fill="none", **style)
         canvas.text(x + 29, y + 11, said, 11)
-        x += 50 + 6.1 * len(said)
+        x += 42 + 5.9 * len(said)
     for i, note in enumerate(notes):
         canvas.text(MARGIN, y + 46 + 15 * i, note, 11, fill=GREY)
     return y + 46 + 15 * len(notes)
