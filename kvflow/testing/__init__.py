@@ -1,7 +1,11 @@
 """For people who embed kvflow: strategies that draw layouts, an oracle that shares no code with
-the planner, and the law that every executor must keep. Nothing in kvflow imports this package."""
+the planner, and the laws that every executor and operator must keep. Nothing in kvflow imports
+this package."""
 
+from kvflow.testing.attention import Attention, check_reduce_scatter, scatter_on_threads
+from kvflow.testing.conversion import ConversionTags
 from kvflow.testing.law import LawError, MakeCache, Move, check_law
+from kvflow.testing.operators import check_fetch, check_operator, on_threads
 from kvflow.testing.oracle import Cell, cells, deal, page_cells, tag
 from kvflow.testing.strategies import (
     Case,
@@ -18,8 +22,10 @@ from kvflow.testing.strategies import (
 )
 
 __all__ = [
+    "Attention",
     "Case",
     "Cell",
+    "ConversionTags",
     "LawError",
     "MakeCache",
     "Move",
@@ -27,13 +33,18 @@ __all__ = [
     "bindings",
     "cases",
     "cells",
+    "check_fetch",
     "check_law",
+    "check_operator",
+    "check_reduce_scatter",
     "deal",
     "layouts",
+    "on_threads",
     "page_cells",
     "pagings",
     "placements",
     "rearranged",
+    "scatter_on_threads",
     "shardings",
     "specs",
     "tag",

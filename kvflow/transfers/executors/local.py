@@ -135,10 +135,9 @@ class LocalEndpoint:
             self._write(moves, timeout)
         if verify:
             self._verify(moves)
-        pages = self.cache.pages
         return TransferReport(
             plan_digest=bound.plan.digest,
-            nbytes=sum(m.runs.num_tokens * pages[m.component].record.nbytes for m in moves),
+            nbytes=sum(map(self._nbytes, moves)),
             num_descriptors=len(moves),
             num_links=num_links,
             strategies=("copy",) if moves else (),
@@ -195,12 +194,17 @@ class LocalEndpoint:
         for move in moves:
             src, dst = move.runs.expand()
             source, target = self._ends(move)
-            theirs, mine = digest_rows(source, src), digest_rows(target, dst)
+            theirs = digest_rows(source, src, move.runs.src_heads)
+            mine = digest_rows(target, dst, move.runs.dst_heads)
             if theirs != mine:
                 raise TransferError(
                     f"{move.component} from {move.source} to {move.target}: source digest "
                     f"{theirs.hex()}, target {mine.hex()}"
                 )
+
+    def _nbytes(self, move: _Move) -> int:
+        row = self._ends(move)[1].record.row_nbytes(move.runs.dst_heads)
+        return move.runs.num_tokens * row
 
     def _ends(self, move: _Move) -> tuple[PageView, PageView]:
         source, target = (self.fabric.cache_of(name) for name in (move.source, move.target))

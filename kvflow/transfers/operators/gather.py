@@ -1,5 +1,7 @@
 """AllGather: rows that are sharded over a group, packed as they are, to every rank of it."""
 
+from itertools import product
+
 import numpy as np
 import torch
 from attrs import field, frozen
@@ -48,8 +50,8 @@ class AllGather(Operator):
     alone, so they are equal on all ranks, and a rank without tokens joins every one. With `padded`
     all ranks send as many rows as the fullest one, and the filling is skipped on arrival.
 
-    Raises `LayoutError` unless `target` is replicated over exactly the ranks of `source`, and
-    those are 0..n-1 of the group."""
+    Raises `LayoutError` unless `target` is replicated over exactly the ranks of `source`, those
+    are 0..n-1 of the group, and each holds all heads of the components."""
 
     source: KVLayout
     target: KVLayout
@@ -72,6 +74,13 @@ class AllGather(Operator):
             raise LayoutError(
                 f"AllGather over ranks {here.all_ranks}, the group has 0..{self.comm.size - 1}"
             )
+        for layout, name in product((self.source, self.target), self.components):
+            shards = layout.head_shards(name)
+            if len(shards) > 1 or shards[0].placement.all_ranks != here.all_ranks:
+                raise LayoutError(
+                    f"{name}: AllGather moves whole rows between all ranks, in [{layout}] not "
+                    f"every rank holds all its heads"
+                )
         check_claims(self)
 
     def execute(self, bound: BoundPlan, sources: Caches, targets: Caches) -> None:
@@ -97,7 +106,8 @@ class AllGather(Operator):
         """Who sends which rows, and where they arrive in one dense buffer of ``[start, stop)``."""
         once = Placement.simple(Replicated(start, stop))
         rows = KVLayout.uniform(self.source.spec, once, Dense(max(stop - start, 1)))
-        plan = plan_transfer(self.source, rows, (start, stop))
+        plain = KVLayout.uniform(self.source.spec, self.source.placement, Dense(max(stop, 1)))
+        plan = plan_transfer(plain, rows, (start, stop))
         return gather_schedule([plan], self.comm.size, padded=self.padded)
 
     def _gather(

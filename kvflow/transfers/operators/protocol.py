@@ -53,16 +53,21 @@ def bind(operator: Operator, src: Binding, dst: Binding, tokens: Tokens) -> Boun
         if difference := first_difference(mine, given):
             raise PlanError(f"{side} binding is not the stage's: {difference}")
     here, there = operator.planned
-    plan = plan_transfer(here, there, tokens, absent=_absent(operator))
+    absent = {*here.spec.names, *there.spec.names} - set(operator.components)
+    plan = plan_transfer(here, there, tokens, absent=absent)
     return BoundPlan(plan, evolve(src, layout=here), evolve(dst, layout=there))
 
 
 def check_claims(stage: Operator) -> None:
-    """The claims of a stage must be plannable: an empty plan proves content and components."""
-    here, there = stage.planned
-    start = max(here.placement.sharding.start, there.placement.sharding.start)
-    claims, absent = stage.components, _absent(stage)
-    plan_transfer(here, there, (start, start), components=claims, absent=absent)
+    """Raises what planning raises if the claims of a stage cannot be planned."""
+    check_sides(*stage.planned, stage.components)
+
+
+def check_sides(source: KVLayout, target: KVLayout, components: tuple[str, ...]) -> None:
+    """An empty plan proves that both sides hold these components with one meaning."""
+    start = max(source.placement.sharding.start, target.placement.sharding.start)
+    absent = {*source.spec.names, *target.spec.names} - set(components)
+    plan_transfer(source, target, (start, start), components=components, absent=absent)
 
 
 def check_bound(stage: Operator, bound: BoundPlan) -> None:
@@ -71,7 +76,3 @@ def check_bound(stage: Operator, bound: BoundPlan) -> None:
     for side, mine, given in (("source", here, bound.plan.src), ("target", there, bound.plan.dst)):
         if difference := first_difference(mine, given):
             raise PlanError(f"{side} of the plan is not the stage's: {difference}")
-
-
-def _absent(stage: Operator) -> set[str]:
-    return {*stage.source.spec.names, *stage.target.spec.names} - set(stage.components)

@@ -6,6 +6,7 @@ from attrs import field, frozen
 
 from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.executors.base import Endpoint, Executor, Pusher
+from kvflow.transfers.executors.strided import move_link
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.operators.protocol import Caches, Operator, check_bound, check_claims
 
@@ -40,7 +41,8 @@ class ViaEndpoints:
     """Makes an executor of connected endpoints: each target rank pulls through its own.
 
     `endpoints` is by target rank, `peers` names the endpoint of every source rank; the memory of
-    the source need not be reachable, so the source caches are not looked at."""
+    the source need not be reachable, so the source caches are not looked at. What ranks of one
+    host copy from each other is copied at the end, between the target caches."""
 
     endpoints: Mapping[int, Endpoint]
     peers: Mapping[int, str]
@@ -52,15 +54,16 @@ class ViaEndpoints:
             self.endpoints[rank].pull(
                 bound, rank, self.peers, timeout=self.timeout, verify=self.verify
             )
+        copy_on_hosts(bound, targets)
 
 
 @frozen(eq=False)
 class ViaPush:
     """The other direction: each source rank pushes through its own endpoint.
 
-    `endpoints` is by source rank, `peers` names the endpoint of every target rank; the target
-    caches are not looked at. When it returns every byte is there; whoever runs the targets tells
-    them so."""
+    `endpoints` is by source rank, `peers` names the endpoint of every target rank. When it returns
+    every byte that crosses a link is there; whoever runs the targets tells them so. What ranks of
+    one host copy from each other is copied at the end, between the target caches."""
 
     endpoints: Mapping[int, Pusher]
     peers: Mapping[int, str]
@@ -72,3 +75,11 @@ class ViaPush:
             self.endpoints[rank].push(
                 bound, rank, self.peers, timeout=self.timeout, verify=self.verify
             )
+        copy_on_hosts(bound, targets)
+
+
+def copy_on_hosts(bound: BoundPlan, targets: Caches) -> None:
+    """The second stage of a plan, once every link has ended: from target rank to target rank."""
+    for dst_rank, target in targets.items():
+        for part, rank, runs in bound.copies_to(dst_rank):
+            move_link(runs, part.components, targets[rank].pages, target.pages)

@@ -1,22 +1,23 @@
-"""Operators keep the law of transfers; pipelines refuse stages that do not fit."""
+"""Reassemble keeps the law with every executor, pulled and pushed; pipelines refuse stages that do
+not fit."""
+
+import threading
 
 import pytest
-import torch
 from attrs import evolve, frozen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from stages import EXECUTORS, SPEC, bound_to
 
-from kvflow.comm import LocalComm, run_ranks
-from kvflow.errors import ContentMismatch, LayoutError, PlanError
-from kvflow.layouts.chunks import BalancedChunks
+from kvflow.comm import LocalComm
+from kvflow.errors import ContentMismatch, LayoutError, PlanError, TransferError
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Paged
 from kvflow.layouts.sharding import Replicated, RoundRobin
-from kvflow.layouts.spec import KVCacheSpec
-from kvflow.testing import Case, bindings, cases, check_law, layouts, specs, token_ranges
+from kvflow.testing import Case, cases, check_law, check_operator
 from kvflow.transfers.executors.base import RankCache
-from kvflow.transfers.executors.reference import ReferenceExecutor
+from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
 from kvflow.transfers.executors.strided import StridedExecutor
 from kvflow.transfers.operators import (
     AllGather,
@@ -26,104 +27,88 @@ from kvflow.transfers.operators import (
     bind,
     first_difference,
 )
-
-torch.set_num_threads(1)
-
-EXECUTORS = [ReferenceExecutor(), StridedExecutor()]
-SPEC = KVCacheSpec.from_config(
-    {
-        "num_hidden_layers": 2,
-        "num_nextn_predict_layers": 1,
-        "kv_lora_rank": 4,
-        "qk_rope_head_dim": 2,
-        "index_head_dim": 4,
-        "indexer_types": ["full", "shared"],
-    }
-)
+from kvflow.transfers.operators.reassemble import copy_on_hosts
 
 
-@pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: type(e).__name__)
-@given(case=cases())
-def test_reassemble_keeps_the_law(executor, case: Case) -> None:
-    stage = Reassemble(case.src.layout, case.dst.layout, executor)
-    check_law(stage, case.src, case.dst, case.tokens)
+@pytest.mark.parametrize("name", EXECUTORS)
+@settings(max_examples=40)
+@given(case=cases(max_tokens=32))
+def test_reassemble_keeps_the_law(name: str, case: Case) -> None:
+    stage = Reassemble(case.src.layout, case.dst.layout, EXECUTORS[name])
+    check_operator(stage, case.src, case.dst, case.tokens)
 
 
-@st.composite
-def gather_cases(draw: st.DrawFn) -> Case:
-    """Any sharding over ranks 0..n-1 -> replicated over the same ranks."""
-    tokens = draw(token_ranges(24))
-    spec = draw(specs())
-    src = draw(layouts(spec, tokens, max_shards=4))
-    start = draw(st.integers(0, tokens[0]))
-    sharding = draw(st.sampled_from([Replicated(), Replicated(start, tokens[1])]))
-    everyone = Placement(sharding, (src.placement.all_ranks,))
-    dst = evolve(draw(layouts(spec, tokens)), placement=everyone)
-    sides = [draw(bindings(layout, tokens[1])) for layout in (src, dst)]
-    return Case(sides[0], sides[1], tokens)
-
-
-def all_gather_on_threads(case: Case, traces=None):
-    """A move function that runs `AllGather` on every rank, each seeing its own caches alone."""
+@pytest.mark.processes
+@settings(max_examples=4)
+@given(case=cases(max_tokens=24, max_shards=3))
+def test_reassemble_keeps_the_law_over_nixl(case: Case) -> None:
+    from endpoint_worlds import mover, nixl_world
 
     def move(bound, sources, targets) -> None:
-        def body(comm) -> None:
-            stage = AllGather(case.src.layout, case.dst.layout, comm)
-            r = comm.rank
-            stage.execute(bound, {r: sources[r]}, {r: targets[r]})
+        mover(nixl_world())(bound, sources, targets)
+        copy_on_hosts(bound, targets)
 
-        run_ranks(len(sources), body, traces=traces)
-
-    return move
+    stage = Reassemble(case.src.layout, case.dst.layout, EXECUTORS["strided"])
+    check_operator(stage, case.src, case.dst, case.tokens, run=move)
 
 
-@given(case=gather_cases())
-def test_all_gather_keeps_the_law_on_every_rank(case: Case) -> None:
-    check_law(all_gather_on_threads(case), case.src, case.dst, case.tokens)
-
-
-def bound_to(layout: KVLayout, length: int) -> Binding:
-    need = layout.num_blocks_for(length)
-    tables = {g: list(range(n))[::-1] for g, n in need.items()}
-    return Binding.of(layout, tables, {g: n + 1 for g, n in need.items()}, length)
-
-
-def gather_pair(num_ranks: int, src_sharding, length: int) -> Case:
-    src = KVLayout.uniform(SPEC, Placement.simple(src_sharding), Paged(4))
-    ranks = (tuple(range(num_ranks)),)
-    dst = KVLayout.uniform(SPEC, Placement(Replicated(0, length), ranks), Paged(8))
-    return Case(bound_to(src, length), bound_to(dst, length), (0, length))
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 9])
-def test_fault_a01_collective_schedule_is_equal_on_all_ranks(length: int) -> None:
-    for sharding in (BalancedChunks(2, 0, length), RoundRobin(2, 1), RoundRobin(2, 4)):
-        traces: list[list] = [[], []]
-        case = gather_pair(2, sharding, length)
-        check_law(all_gather_on_threads(case, traces), case.src, case.dst, case.tokens)
-        assert traces[0] == traces[1]
-        assert len(traces[0]) == len(SPEC.names), "a rank without tokens joins every call"
-        assert [shape[0] for _, shape in traces[0]] == [length] * len(SPEC.names)
-
-
-@pytest.mark.parametrize("length", [0, 1, 2])
-def test_fault_a04_ranks_past_the_end_join_with_no_rows(length: int) -> None:
-    case = gather_pair(2, BalancedChunks(2, 0, length, form="ceil"), length)
-    counts = case.src.layout.placement.sharding.local_len(length, range(2))
-    assert counts.tolist() == [[0, 0], [1, 0], [1, 1]][length]
-    check_law(all_gather_on_threads(case), case.src, case.dst, case.tokens)
-
-
-def test_all_gather_refuses_other_targets_and_groups() -> None:
+def pushing_world(length: int = 20):
+    """A bound plan from two ranks to one, endpoints for all, pushers connected to the target."""
     src = KVLayout.uniform(SPEC, Placement.simple(RoundRobin(2)), Paged(4))
-    elsewhere = KVLayout.uniform(SPEC, Placement(Replicated(), ((0, 2),)), Paged(4))
-    with pytest.raises(LayoutError, match=r"replicated over the ranks of the source \(0, 1\)"):
-        AllGather(src, elsewhere, LocalComm())
-    with pytest.raises(LayoutError, match="replicated over the ranks"):
-        AllGather(src, src, LocalComm())
-    both = KVLayout.uniform(SPEC, Placement(Replicated(), ((0, 1),)), Paged(4))
-    with pytest.raises(LayoutError, match=r"over ranks \(0, 1\), the group has 0..0"):
-        AllGather(src, both, LocalComm())
+    dst = KVLayout.uniform(SPEC, Placement.simple(Replicated()), Paged(8))
+    stage = Reassemble(src, dst, StridedExecutor())
+    bound = bind(stage, bound_to(src, length), bound_to(dst, length), (0, length))
+    fabric = LocalFabric()
+    senders = [
+        LocalEndpoint(RankCache.allocate(src, r, bound.src.num_blocks, fill=7 + r), fabric)
+        for r in range(2)
+    ]
+    target = LocalEndpoint(RankCache.allocate(dst, 0, bound.dst.num_blocks), fabric)
+    peers = {0: senders[0].connect(target.export())}
+    senders[1].connect(target.export())
+    return bound, senders, target, peers
+
+
+def test_a_push_moves_what_its_own_rank_holds_and_reports_it() -> None:
+    bound, senders, target, peers = pushing_world()
+    reports = [s.push(bound, r, peers, timeout=10, verify=True) for r, s in enumerate(senders)]
+    assert sum(r.nbytes for r in reports) == bound.plan.nbytes == 20 * SPEC.nbytes_per_token
+    assert all(r.verified and r.num_links == 1 for r in reports)
+    assert set(target.cache.pages["latent.0"].memory.tolist()) == {0, 7, 8}
+
+
+def test_a_push_refuses_other_ranks_strangers_and_closed_targets() -> None:
+    bound, senders, target, peers = pushing_world()
+    with pytest.raises(TransferError, match="a push for rank 1 at the cache of 0"):
+        senders[0].push(bound, 1, peers, timeout=1)
+    with pytest.raises(TransferError, match="rank 0 is written, but None is not connected"):
+        senders[0].push(bound, 0, {}, timeout=1)
+    target.close()
+    with pytest.raises(TransferError, match="is closed or was never part of this fabric"):
+        senders[0].push(bound, 0, peers, timeout=1)
+    senders[1].close()
+    with pytest.raises(TransferError, match="is closed"):
+        senders[1].push(bound, 1, peers, timeout=1)
+
+
+def test_a_late_push_leaves_its_endpoint_unquiesced_until_it_ends() -> None:
+    bound, senders, target, peers = pushing_world()
+    go_on = threading.Event()
+    senders[0].gate = lambda num_done: go_on.wait(10)
+    with pytest.raises(TransferError, match=r"did not end within 0\.050 s"):
+        senders[0].push(bound, 0, peers, timeout=0.05)
+    assert not senders[0].quiesced()
+    assert not target.cache.pages["latent.0"].memory.any()
+    go_on.set()
+    for writer in senders[0]._late:
+        writer.join(10)
+    assert senders[0].quiesced()
+    assert target.cache.pages["latent.0"].memory.any()
+
+
+def test_a_push_of_no_tokens_completes_at_once() -> None:
+    bound, senders, _, peers = pushing_world(length=0)
+    assert senders[0].push(bound, 0, peers, timeout=0, verify=True).nbytes == 0
 
 
 def stages(one_target_sharding=None) -> list[KVLayout]:

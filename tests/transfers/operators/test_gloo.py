@@ -1,5 +1,6 @@
-"""The law of AllGather over torch.distributed: two spawned gloo ranks, each with its own memory.
-Both uses of a prefill step: new KV from balanced chunks, cached context from round-robin pages."""
+"""The laws of the collective operators over torch.distributed: spawned gloo ranks, each with its
+own memory. AllGather in both uses of a prefill step (new KV from balanced chunks, cached context
+from round-robin pages), and ReduceScatter."""
 
 import multiprocessing as mp
 
@@ -8,12 +9,12 @@ import torch
 from gloo_child import images_of, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stages import bound_to, problems
 from torch.distributed import TCPStore
 
 from kvflow.layouts import (
     GLM_5_3,
     BalancedChunks,
-    Binding,
     Dense,
     KVCacheSpec,
     KVLayout,
@@ -23,7 +24,8 @@ from kvflow.layouts import (
     RoundRobin,
 )
 from kvflow.layouts.wire import layout_to_wire
-from kvflow.testing import check_law
+from kvflow.testing import check_law, check_reduce_scatter
+from kvflow.transfers.operators import PartialAttention
 
 SPEC = KVCacheSpec.from_config(
     GLM_5_3 | {"num_hidden_layers": 2, "index_topk_freq": 1, "index_skip_topk_offset": 0}
@@ -51,7 +53,7 @@ def pipes():
         rank.close()
 
 
-def over_gloo(pipes, src, dst, tokens):
+def over_gloo(pipes, src, dst, tokens, padded):
     """A move function: every rank gets its own bytes, gathers, and gives its target back."""
 
     def side(binding, length):
@@ -61,20 +63,19 @@ def over_gloo(pipes, src, dst, tokens):
     def move(bound, sources, targets):
         for r, pipe in enumerate(pipes):
             sent = images_of(sources[r]), images_of(targets[r])
-            pipe.send((side(src, tokens[1]), side(dst, tokens[1]), tokens, *sent))
+            sides = side(src, tokens[1]), side(dst, tokens[1])
+            pipe.send(("gather", *sides, tokens, padded, *sent))
         for r, pipe in enumerate(pipes):
-            assert pipe.poll(60), f"rank {r} does not answer"
-            for name, image in pipe.recv().items():
+            for name, image in answer(pipe, r).items():
                 memory = targets[r].pages[name].memory
                 memory.copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
 
     return move
 
 
-def bound_to(layout, length):
-    need = layout.num_blocks_for(length)
-    tables = {g: list(range(n))[::-1] for g, n in need.items()}
-    return Binding.of(layout, tables, {g: n + 1 for g, n in need.items()}, length)
+def answer(pipe, rank):
+    assert pipe.poll(60), f"rank {rank} does not answer"
+    return pipe.recv()
 
 
 @pytest.mark.processes
@@ -85,8 +86,11 @@ def bound_to(layout, length):
     interleave=st.integers(1, 9),
     block_size=st.integers(1, 8),
     cached=st.booleans(),
+    padded=st.booleans(),
 )
-def test_all_gather_keeps_the_law_over_gloo(pipes, start, count, interleave, block_size, cached):
+def test_all_gather_keeps_the_law_over_gloo(
+    pipes, start, count, interleave, block_size, cached, padded
+):
     stop = start + count
     if cached:
         deal, start = RoundRobin(SIZE, interleave), 0
@@ -95,4 +99,27 @@ def test_all_gather_keeps_the_law_over_gloo(pipes, start, count, interleave, blo
     everyone = Placement(Replicated(start, stop), (tuple(range(SIZE)),))
     src = bound_to(KVLayout.uniform(SPEC, Placement.simple(deal), Paged(block_size)), stop)
     dst = bound_to(KVLayout.uniform(SPEC, everyone, Dense(max(count + start, 1))), stop)
-    check_law(over_gloo(pipes, src, dst, (start, stop)), src, dst, (start, stop))
+    check_law(over_gloo(pipes, src, dst, (start, stop), padded), src, dst, (start, stop))
+
+
+@pytest.mark.processes
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    problem=problems(size=SIZE),
+    axis=st.sampled_from(["head", "token"]),
+    base=st.sampled_from(["e", "2"]),
+    data=st.data(),
+)
+def test_reduce_scatter_keeps_the_law_over_gloo(pipes, problem, axis, base, data):
+    total = problem.scores.shape[1 if axis == "head" else 0]
+    first = data.draw(st.integers(0, total))
+    counts = (first, total - first)
+
+    def scatter(parts):
+        for part, pipe in zip(parts, pipes, strict=True):
+            arrays = part.out.numpy(), part.lse.numpy()
+            pipe.send(("scatter", axis, counts, base, *arrays))
+        arrived = [answer(pipe, r) for r, pipe in enumerate(pipes)]
+        return [PartialAttention(*map(torch.from_numpy, arrays), base) for arrays in arrived]
+
+    check_reduce_scatter(scatter, problem, axis, counts, base=base)
