@@ -9,6 +9,7 @@ from attrs import field, fields, frozen
 from kvflow.errors import PlanError
 from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import Binding, KVLayout
+from kvflow.layouts.memory import pages_are_apart
 from kvflow.layouts.paging import bytes_of_slots, in_page, page_of, slots_of
 from kvflow.layouts.pieces import Heads, Piece, refine
 from kvflow.layouts.record import Record
@@ -141,8 +142,8 @@ class PageGeometry:
     num_blocks: int
 
     def __attrs_post_init__(self) -> None:
-        page = self.record.page_extent(self.block_size)
-        if self.block_stride < page:
+        if not pages_are_apart(self.record, self.block_size, self.block_stride, self.num_blocks):
+            page = self.record.page_extent(self.block_size)
             raise PlanError(f"block_stride {self.block_stride} is below the page's {page} bytes")
 
     @property

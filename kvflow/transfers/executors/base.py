@@ -14,6 +14,7 @@ from attrs import frozen
 from kvflow.errors import LayoutError, PlanError
 from kvflow.kernels.rows import PageView
 from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.memory import MemoryOrder
 from kvflow.transfers.lower import BoundPlan, PageGeometry
 
 
@@ -44,9 +45,34 @@ class RankCache:
                 pages[name] = PageView(memory, record, size, page)
         return cls(rank, pages)
 
+    @classmethod
+    def on(cls, order: MemoryOrder, fill: int = 0) -> "RankCache":
+        """The regions of a memory order, each one allocation filled with a byte, and the pages of
+        every component where the order says."""
+        memory = {
+            region.name: torch.full((region.nbytes,), fill, dtype=torch.uint8)
+            for region in order.regions
+        }
+        return cls(
+            order.rank,
+            {
+                pages.component: PageView(
+                    memory[pages.region],
+                    order.record(pages.component),
+                    order.block_size(pages.component),
+                    pages.block_stride,
+                    pages.base,
+                    pages.num_blocks,
+                )
+                for pages in order.pages
+            },
+        )
+
     @property
     def nbytes(self) -> int:
-        return sum(view.memory.numel() for view in self.pages.values())
+        """Bytes of all regions, one that components share counted once."""
+        regions = {v.memory.data_ptr(): v.memory.numel() for v in self.pages.values()}
+        return sum(regions.values())
 
     def geometries(self) -> dict[str, PageGeometry]:
         """Addresses of the pages in this process, by component."""
