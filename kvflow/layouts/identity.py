@@ -37,6 +37,10 @@ this list, the model and the digest of its weights; the format of the cache, the
 many values share a scale and how scales are rounded; the order of rope pairs in a row, the eps of
 the norms, and behind which norm a row is taken. Other fields may follow; they are compared too."""
 
+FORMAT = ("kv_dtype", "e4m3", "scale_group", "scale_rounding")
+"""The fields of `MEANING` that say how values are stored; converting a cache changes these alone.
+"""
+
 
 def _pairs(values: Iterable[tuple[str, str]]) -> Pairs:
     pairs = tuple((key, value) for key, value in items_of(values))
@@ -162,8 +166,7 @@ def _fields_of(record: Record) -> str:
     """Every field as name:dtype[elements], heads included where there are several."""
     texts = []
     for f in record.fields:
-        heads = getattr(f, "num_heads", 1)
-        shape = f"{heads}x{f.num_elements}" if heads > 1 else str(f.num_elements)
+        shape = f"{f.num_heads}x{f.num_elements}" if f.num_heads > 1 else str(f.num_elements)
         texts.append(f"{f.name}:{f.dtype}[{shape}]")
     return " ".join(texts)
 

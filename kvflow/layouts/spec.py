@@ -7,7 +7,14 @@ from attrs import field, frozen
 
 from kvflow.errors import LayoutError
 from kvflow.layouts.arrangement import Arrangement
-from kvflow.layouts.record import Field, KVDType, Record, index_record, latent_record
+from kvflow.layouts.record import (
+    SCALE_GROUP,
+    Field,
+    KVDType,
+    Record,
+    index_record,
+    latent_record,
+)
 from kvflow.layouts.values import integer, items_of, not_negative, tuple_of
 
 Kind = Literal["latent", "indexer", "key", "value"]
@@ -117,10 +124,7 @@ class KVCacheSpec:
             components.append(Component("latent", i, latent, part))
             if part == "mtp" or full[i]:
                 components.append(Component("indexer", i, key, part))
-        meaning = {
-            "spec_version": "1",
-            "kv_dtype": kv_dtype,
-            "rope_order": "interleaved",
+        meaning = _mla_meaning(kv_dtype) | {
             "rms_norm_eps": str(config.get("rms_norm_eps")),
             **(content or {}),
         }
@@ -147,6 +151,21 @@ class KVCacheSpec:
             components += [Component("key", i, key), Component("value", i, value)]
         meaning = {"spec_version": "1", "kv_dtype": kv_dtype, **(content or {})}
         return cls(tuple(components), tuple(sorted(meaning.items())))
+
+
+def _mla_meaning(kv_dtype: KVDType) -> dict[str, str]:
+    """What the bytes of MLA rows and indexer keys mean, as far as the format decides it; model,
+    weights and eps come on top (`kvflow.layouts.identity.MEANING`)."""
+    fp8 = kv_dtype == "fp8"
+    return {
+        "spec_version": "1",
+        "kv_dtype": kv_dtype,
+        "e4m3": "e4m3fn" if fp8 else "none",
+        "scale_group": f"latent {SCALE_GROUP}, key whole" if fp8 else "none",
+        "scale_rounding": "latent to nearest, key up to a power of two" if fp8 else "none",
+        "rope_order": "interleaved",
+        "norm_stage": "latent and key behind their norms, rope behind the rotation",
+    }
 
 
 def full_index_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:

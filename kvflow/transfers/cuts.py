@@ -45,13 +45,16 @@ def clip(plan: Plan, start: SupportsIndex, stop: SupportsIndex) -> Plan:
         raise PlanError(f"tokens [{low}, {high}) must be a range inside the plan's {plan.tokens}")
     shortened: dict[int, TransferRuns] = {}
 
-    def cut_part(part: PlanPart) -> PlanPart:
-        key = id(part.runs)
-        if key not in shortened:
-            shortened[key] = _clipped(part.runs, low, high)
-        return evolve(part, start=low, stop=high, runs=shortened[key])
+    def short(runs: TransferRuns) -> TransferRuns:
+        if id(runs) not in shortened:  # parts share runs, and so shall their cuts
+            shortened[id(runs)] = _clipped(runs, low, high)
+        return shortened[id(runs)]
 
-    return Plan(plan.src, plan.dst, map(cut_part, plan.parts), plan.absent, (low, high))
+    parts = [
+        evolve(part, start=low, stop=high, runs=short(part.runs), copies=short(part.copies))
+        for part in plan.parts
+    ]
+    return Plan(plan.src, plan.dst, parts, plan.absent, (low, high))
 
 
 def _clipped(runs: TransferRuns, start: int, stop: int) -> TransferRuns:
@@ -153,7 +156,7 @@ def _by_range(cuts: Iterable[Plan]) -> Iterator[Plan]:
     for tokens, alike in ranges.items():
         parts: dict[object, PlanPart] = {}
         for part in (part for one in alike for part in one.parts):
-            key = (part.src_group, part.dst_group, id(part.runs))
+            key = (part.src_group, part.dst_group, part.heads, id(part.runs), id(part.copies))
             so_far = parts[key].components if key in parts else ()
             parts[key] = evolve(part, components=(*so_far, *part.components))
         moved = {c for part in parts.values() for c in part.components}

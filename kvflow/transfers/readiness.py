@@ -17,7 +17,7 @@ from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints, Sharding
 from kvflow.layouts.values import integer, items_of, not_negative
 from kvflow.transfers.cuts import Range, clip, moved_by, select
-from kvflow.transfers.plan import Plan, PlanPart
+from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
 BEFORE = -1
 """The step of what was there before the first step: a prefix taken over from another request."""
@@ -145,11 +145,16 @@ def _moments(
         c = plan.dst.spec[name]
         at = int(np.searchsorted(layers, c.layer_id))
         last[c.part] = max(last.get(c.part, 0), at)
-    runs = part.runs
-    row = runs.token + (runs.count - 1) * runs.token_stride
-    rank, entry, row = _latest(runs.dst_rank, page_of(runs.dst_local, block_size), row)
+    written = [_last_rows(runs, block_size) for runs in (part.runs, part.copies)]
+    rank, entry, row = _latest(*(np.concatenate(column) for column in zip(*written, strict=True)))
     when = [schedule.step_of(row, which) * len(layers) + at for which, at in last.items()]
     return rank, entry, np.maximum.reduce(when)
+
+
+def _last_rows(runs: TransferRuns, block_size: int) -> tuple[Ints, Ints, Ints]:
+    """Rank, entry and last row of each run."""
+    row = runs.token + (runs.count - 1) * runs.token_stride
+    return runs.dst_rank, page_of(runs.dst_local, block_size), row
 
 
 def _latest(rank: Ints, entry: Ints, value: Ints) -> tuple[Ints, Ints, Ints]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from attrs import evolve
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import dcp, layout, moves, whole
 
@@ -23,16 +23,18 @@ PLAN = plan_transfer(dcp(3, 2), whole(8), (1, 30))
 
 
 def said(*plans: Plan) -> Counter:
-    """Every move of every component, one by one."""
+    """Every move of every component and head range over a link or on a host, one by one."""
     return Counter(
-        (name, *move)
+        (name, part.heads, stage, *move)
         for plan in plans
         for part in plan.parts
         for name in part.components
-        for move in moves(part.runs)
+        for stage, runs in enumerate((part.runs, part.copies))
+        for move in moves(runs)
     )
 
 
+@settings(max_examples=30)
 @given(case=cases(max_tokens=30), data=st.data())
 def test_the_cuts_together_move_what_the_whole_moves(case: Case, data) -> None:
     plan = plan_transfer(case.src.layout, case.dst.layout, case.tokens)
@@ -48,6 +50,7 @@ def test_the_cuts_together_move_what_the_whole_moves(case: Case, data) -> None:
         verify_plan(one)
 
 
+@settings(max_examples=30)
 @given(case=cases(max_tokens=30), data=st.data())
 def test_a_cut_left_out_or_given_twice_is_seen(case: Case, data) -> None:
     plan = plan_transfer(case.src.layout, case.dst.layout, case.tokens)
@@ -61,15 +64,18 @@ def test_a_cut_left_out_or_given_twice_is_seen(case: Case, data) -> None:
             verify_cut(plan, (*cuts, cuts[i]))
 
 
+@settings(max_examples=30)
 @given(case=cases(max_tokens=30), data=st.data())
 def test_without_replicas_a_cut_is_the_plan_of_its_range(case: Case, data) -> None:
     """With them the reads of a plan are spread over its whole range, and a cut keeps that."""
-    src = evolve(case.src.layout, placement=Placement.simple(case.src.layout.placement.sharding))
+    sharding, alone = case.src.layout.placement.sharding, {"head_ranks": (), "stages": ()}
+    src = evolve(case.src.layout, placement=Placement.simple(sharding), hosts=(), **alone)
+    target = evolve(case.dst.layout, hosts=())  # on a host, receivers take turns over the range
     start, stop = case.tokens
     low = data.draw(st.integers(start, stop))
     high = data.draw(st.integers(low, stop))
-    plan = plan_transfer(src, case.dst.layout, case.tokens)
-    derived = plan_transfer(src, case.dst.layout, (low, high))
+    plan = plan_transfer(src, target, case.tokens)
+    derived = plan_transfer(src, target, (low, high))
     assert said(clip(plan, low, high)) == said(derived)
 
 

@@ -18,6 +18,7 @@ from kvflow.kernels.codec import (
     encode_latent,
 )
 from kvflow.kernels.rows import gather_rows, scatter_rows
+from kvflow.layouts.identity import FORMAT
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.record import Record
 from kvflow.layouts.spec import Component, KVCacheSpec
@@ -32,9 +33,6 @@ _FLOATS = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-_DTYPE_FIELDS = ("kv_dtype",)
-"""The content fields in which the two sides may differ."""
-
 Convert = Callable[[Tensor], Tensor]
 """uint8 [n, bytes of a source row] -> uint8 [n, bytes of a target row]."""
 
@@ -79,10 +77,10 @@ class _Convert(Operator):
     def _check(self, plain: KVLayout, packed: KVLayout) -> None:
         here, there = dict(self.source.spec.content), dict(self.target.spec.content)
         for key in sorted(here | there):
-            if here.get(key) != there.get(key) and key not in _DTYPE_FIELDS:
+            if here.get(key) != there.get(key) and key not in FORMAT:
                 raise ContentMismatch(
                     f"content field {key!r}: source has {here.get(key)!r}, target "
-                    f"{there.get(key)!r}; only {list(_DTYPE_FIELDS)} may differ"
+                    f"{there.get(key)!r}; only {list(FORMAT)} may differ"
                 )
         check_claims(self)
         for name in self.components:
