@@ -110,7 +110,8 @@ def verify_cut(whole: Plan, cuts: Iterable[Plan]) -> None:
     for one in cuts:
         if (one.src, one.dst) != (whole.src, whole.dst):
             raise PlanError(f"a cut is between other layouts: {one.src} -> {one.dst}")
-        check_components(one.src, one.dst, moved_by(one), one.absent)
+    for moved, absent in dict.fromkeys((moved_by(one), one.absent) for one in cuts):
+        check_components(whole.src, whole.dst, moved, absent)
     wanted = dict.fromkeys(moved_by(whole), (start, stop))
     check_partition(wanted, ((one.tokens, moved_by(one)) for one in cuts))
     for plan in _by_range(cuts):

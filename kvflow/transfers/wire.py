@@ -21,7 +21,7 @@ _KEYS = ("version", "src", "dst", "tokens", "absent", "digest")
 def plan_to_wire(plan: Plan) -> bytes:
     """JSON (UTF-8) of both layouts, the tokens, what is deliberately not moved, and the digest.
     Equal plans give equal bytes on any machine. Only what `plan_transfer` derives arrives."""
-    src, dst = layout_to_wire(plan.src), layout_to_wire(plan.dst)
+    src, dst = (_packed(layout_to_wire(side)) for side in (plan.src, plan.dst))
     message = {
         "version": VERSION,
         "src": src,
@@ -41,8 +41,8 @@ def plan_from_wire(message: bytes) -> Plan:
     layout, and whatever `plan_transfer` raises for layouts that allow no such plan.
     """
     said = _parsed(message)
-    src = layout_from_wire(said["src"])
-    dst = layout_from_wire({**said["src"], **said["dst"]})
+    src = layout_from_wire(_unpacked(said["src"]))
+    dst = layout_from_wire(_unpacked({**said["src"], **said["dst"]}))
     absent = said["absent"]
     shared = (set(src.spec.names) & set(dst.spec.names)) - set(absent)
     plan = plan_transfer(src, dst, said["tokens"], components=shared, absent=absent)
@@ -52,6 +52,28 @@ def plan_from_wire(message: bytes) -> Plan:
             f"same layouts and tokens has {plan.digest!r}"
         )
     return plan
+
+
+def _packed(layout: dict[str, Any]) -> dict[str, Any]:
+    """Components as (which form, layer id): a model has many layers and few forms of them."""
+    forms: list[dict[str, Any]] = []
+    rows = []
+    for component in layout["components"]:
+        form = {key: value for key, value in component.items() if key != "layer_id"}
+        if form not in forms:
+            forms.append(form)
+        rows.append([forms.index(form), component["layer_id"]])
+    return layout | {"components": {"forms": forms, "rows": rows}}
+
+
+def _unpacked(layout: dict[str, Any]) -> dict[str, Any]:
+    try:
+        packed = layout["components"]
+        forms, rows = packed["forms"], packed["rows"]
+        components = [forms[form] | {"layer_id": layer_id} for form, layer_id in rows]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise PlanError(f"malformed components of a layout: {error!r}") from error
+    return layout | {"components": components}
 
 
 def _parsed(message: bytes) -> dict[str, Any]:
