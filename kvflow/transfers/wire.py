@@ -5,6 +5,7 @@ that its own planner would not. A message is as small for a million tokens as fo
 """
 
 import json
+from os.path import commonprefix
 from typing import Any
 
 from kvflow.errors import KvflowError, PlanError
@@ -51,7 +52,16 @@ def plan_from_wire(message: bytes) -> Plan:
             f"the plan that arrived has digest {said['digest']!r}, the one derived here from the "
             f"same layouts and tokens has {plan.digest!r}"
         )
+    _check_all_said(message, plan_to_wire(plan))
     return plan
+
+
+def _check_all_said(message: bytes, mine: bytes) -> None:
+    """What this side would have sent for the plan is what arrived: nothing in it went unread."""
+    if message != mine:
+        at = len(commonprefix([message, mine]))
+        theirs, ours = (text[max(at - 20, 0) : at + 20] for text in (message, mine))
+        raise PlanError(f"plan message says {theirs!r} at byte {at}, this side would say {ours!r}")
 
 
 def _packed(layout: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from attrs import evolve
-from hypothesis import given
+from hypothesis import given, settings
 from planning import SPEC, dcp, layout, whole, with_runs
 
 from kvflow.errors import KvflowError, LayoutError, PlanError
@@ -22,7 +22,8 @@ def changed(plan: Plan = PLAN, **fields: object) -> bytes:
     return json.dumps(json.loads(plan_to_wire(plan)) | fields).encode()
 
 
-@given(case=cases())
+@settings(max_examples=40)
+@given(case=cases(max_tokens=30))
 def test_a_plan_arrives_as_it_left(case: Case) -> None:
     plan = plan_transfer(case.src.layout, case.dst.layout, case.tokens)
     message = plan_to_wire(plan)
@@ -124,6 +125,16 @@ def test_malformed_components_are_refused(components) -> None:
     said["src"]["components"] = components
     with pytest.raises(PlanError, match="malformed components"):
         plan_from_wire(json.dumps(said).encode())
+
+
+def test_a_field_that_nothing_reads_is_refused() -> None:
+    said = json.loads(plan_to_wire(PLAN))
+    said["src"]["groups"][0]["alignment"] = 128
+    message = json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
+    with pytest.raises(PlanError, match=r"alignment.* at byte"):
+        plan_from_wire(message)
+    with pytest.raises(PlanError, match="at byte"):
+        plan_from_wire(plan_to_wire(PLAN) + b" ")
 
 
 def test_an_unlawful_layout_is_refused_by_its_own_constructor() -> None:
