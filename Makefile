@@ -5,6 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 
 VENV := .venv
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
@@ -12,7 +13,7 @@ WORKERS ?= 2
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-gpu laws mutants lint type imports docs demo bench clean
+.PHONY: help install test test-slow test-gpu peers laws mutants lint type imports docs demo bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -28,13 +29,22 @@ $(STAMP): pyproject.toml tools/install_torch.py
 	@touch $@
 
 test: lint type imports ## everything but the slow and the GPU tier; what CI runs
-	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
+	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not peers"
 
 test-slow: $(STAMP) ## thorough sweeps
-	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "slow and not gpu"
+	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "slow and not gpu and not peers"
 
 test-gpu: $(STAMP) ## tests that need a CUDA device
 	$(PYTEST) -m gpu
+
+peers: $(PEERS)/.installed ## vLLM's own code, from its CPU wheel, against ours (x86-64 Linux)
+	TRITON_INTERPRET=1 $(PEERS)/bin/python -m pytest -q -W default -p no:cacheprovider tests/differential
+
+$(PEERS)/.installed: tests/differential/requirements.txt tools/install_torch.py
+	@test -x $(PEERS)/bin/pip || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python tools/install_torch.py $(TORCH)
+	$(PEERS)/bin/python -m pip install -qq --no-compile --no-deps -r tests/differential/requirements.txt
+	@touch $@
 
 laws: $(STAMP) ## the laws of layouts and transfers, with many more examples
 	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "not gpu" --hypothesis-profile=thorough tests/layouts tests/transfers
@@ -63,5 +73,5 @@ bench: $(STAMP) ## transfers against memcpy and one raw bulk read
 	$(BIN)/python benchmarks/transfer.py
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
