@@ -5,7 +5,6 @@ that its own planner would not. A message is as small for a million tokens as fo
 """
 
 import json
-from os.path import commonprefix
 from typing import Any
 
 from kvflow.errors import KvflowError, PlanError
@@ -59,7 +58,8 @@ def plan_from_wire(message: bytes) -> Plan:
 def _check_all_said(message: bytes, mine: bytes) -> None:
     """What this side would have sent for the plan is what arrived: nothing in it went unread."""
     if message != mine:
-        at = len(commonprefix([message, mine]))
+        pairs = enumerate(zip(message, mine, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(message), len(mine)))
         theirs, ours = (text[max(at - 20, 0) : at + 20] for text in (message, mine))
         raise PlanError(f"plan message says {theirs!r} at byte {at}, this side would say {ours!r}")
 
