@@ -30,12 +30,12 @@ ROWS = index_record("fp8", index_dim=128, arrangement="row")
 def geometries(binding: Binding, base: int, gap: int) -> dict[tuple[int, str], PageGeometry]:
     """Every (rank, component) behind the one before it, in one imaginary address space."""
     out = {}
-    for rank in binding.layout.placement.all_ranks:
+    for rank in binding.layout.ranks:
         for group in binding.layout.groups:
             size, pages = group.paging.block_size, binding.num_blocks[group.name]
-            for name in group.components:
-                record = binding.layout.spec[name].record
-                stride = record.page_nbytes(size) + gap
+            for name in sorted(set(group.components) & set(binding.layout.components_of(rank))):
+                record = binding.layout.local_record(name, rank)
+                stride = record.page_pitch(size) + gap
                 out[rank, name] = PageGeometry(record, size, base, stride, pages)
                 base += pages * stride
     return out
@@ -55,7 +55,7 @@ def test_descriptors_move_the_bytes_of_the_law(case: Case, gaps: tuple[int, int]
     def fill(memory: bytearray, binding: Binding, where: dict, tokens: tuple[int, int]) -> None:
         for cell in cells(binding.layout, binding, tokens, SPEC_NAMES):
             g = where[cell.rank, cell.component]
-            data = tag(cell.component, cell.field, cell.token, len(cell.at))
+            data = tag(cell)
             for at, value in zip(cell.at, data, strict=True):
                 memory[g.base + cell.block_id * g.block_stride + at] = value
 
@@ -63,19 +63,20 @@ def test_descriptors_move_the_bytes_of_the_law(case: Case, gaps: tuple[int, int]
     fill(world, case.src, src, (0, case.tokens[1]))
     fill(wanted, case.src, src, (0, case.tokens[1]))
     fill(wanted, case.dst, dst, case.tokens)
-    total = 0
-    for dst_rank in plan.dst.placement.all_ranks:
-        for part, src_rank, runs in both.links_to(dst_rank):
-            for name in part.components:
-                d = descriptors(runs, src[src_rank, name], dst[dst_rank, name])
-                total += d.total_nbytes
-                for i in range(len(d)):
-                    a, b, n = int(d.src[i]), int(d.dst[i]), int(d.nbytes[i])
-                    inside(src[src_rank, name], a, n)
-                    inside(dst[dst_rank, name], b, n)
-                    world[b : b + n] = world[a : a + n]
+    totals = [0, 0]
+    for stage, (lists, sides) in enumerate(((both.links_to, src), (both.copies_to, dst))):
+        for dst_rank in plan.dst.ranks:
+            for part, src_rank, runs in lists(dst_rank):
+                for name in part.components:
+                    here, there = sides[src_rank, name], dst[dst_rank, name]
+                    d = descriptors(runs, here, there)
+                    totals[stage] += d.total_nbytes
+                    for a, b, n in as_rows(d):
+                        inside(here, a, n)
+                        inside(there, b, n)
+                        world[b : b + n] = world[a : a + n]
     assert world == wanted
-    assert total == plan.nbytes
+    assert totals == [plan.link_nbytes, plan.nbytes - plan.link_nbytes]
 
 
 def inside(g: PageGeometry, address: int, nbytes: int) -> None:
@@ -94,22 +95,14 @@ def test_links_from_and_to_tell_the_same_story(case: Case) -> None:
         pairs = list(zip(*(slots.tolist() for slots in runs.expand()), strict=True))
         assert len(pairs) == runs.num_tokens
         assert len(pairs) > 0
-        return part.components, src_rank, dst_rank, pairs
+        return (part.components, part.heads), src_rank, dst_rank, pairs
 
-    to = [
-        story(p, s, d, runs)
-        for d in both.dst.layout.placement.all_ranks
-        for p, s, runs in both.links_to(d)
-    ]
-    out = [
-        story(p, s, d, runs)
-        for s in both.src.layout.placement.all_ranks
-        for p, d, runs in both.links_from(s)
-    ]
+    to = [story(p, s, d, runs) for d in both.dst.layout.ranks for p, s, runs in both.links_to(d)]
+    out = [story(p, s, d, runs) for s in both.src.layout.ranks for p, d, runs in both.links_from(s)]
     assert sorted(to) == sorted(out)
     assert {(s, d) for _, s, d, _ in to} == set(both.plan.links)
     for part in both.plan.parts:
-        for _, s, d, pairs in (x for x in to if x[0] == part.components):
+        for _, s, d, pairs in (x for x in to if x[0] == (part.components, part.heads)):
             want = [(m[1], m[3]) for m in moves(part.runs) if (m[0], m[2]) == (s, d)]
             assert pairs == [
                 (slot(both.src, part.src_group, a), slot(both.dst, part.dst_group, b))
@@ -199,7 +192,7 @@ def test_rows_to_planes_go_field_by_field() -> None:
     assert as_rows(got) == [
         (0, 1000, 128), (132, 1128, 128), (128, 1512, 4), (260, 1516, 4),
     ]  # fmt: skip
-    with pytest.raises(PlanError, match=r"records differ: source planar.*target row"):
+    with pytest.raises(PlanError, match=r"records differ: source key:.*target latent:"):
         descriptors(runs_of((0, 1, 0, 1, 1)), PageGeometry(PLANAR, 4, 0, 528, 1),
                     PageGeometry(LATENT, 4, 0, 2624, 1))  # fmt: skip
 

@@ -240,7 +240,9 @@ def test_fault_b01_other_content_is_refused_with_both_values(key: str, value: st
 
 def test_fault_b01_a_component_stored_otherwise_is_refused() -> None:
     swapped = tuple(evolve(c, part="main") if c.name == "latent.2" else c for c in SPEC.components)
-    with pytest.raises(ContentMismatch, match=r"component latent.2: source stores mtp .* main row"):
+    with pytest.raises(
+        ContentMismatch, match=r"component latent.2: source stores mtp .* main latent:"
+    ):
         plan_transfer(dcp(2), layout(Replicated(), spec=evolve(SPEC, components=swapped)), (0, 4))
 
 
