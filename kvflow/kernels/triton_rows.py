@@ -1,16 +1,18 @@
-"""Triton kernels that move rows between pages and packed rows.
+"""One Triton kernel that moves rows: pages -> packed rows, packed rows -> pages, pages -> pages.
 
-A program moves one tile of words of the packed rows: lanes run over words, not rows, so none is
-idle whatever the row's size, and 16-byte accesses follow wherever the record's pieces allow them.
-All offsets are 64-bit. `PADDING_SLOT` never reaches an address: its lanes are masked.
+A side of a move is memory in pages; packed rows are pages of one token. A program moves one tile of
+words: lanes run over the words of (row, piece), not over rows, so none is idle whatever the row's
+size, and 16-byte accesses follow wherever the pieces of both sides allow them. All offsets are
+64-bit. `PADDING_SLOT` never reaches an address: its lanes are masked.
 """
 
 # Constants of a kernel are upper case by Triton's convention, and `triton.jit` is untyped.
 # ruff: noqa: N803
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
+from collections.abc import Iterable, Iterator
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -18,63 +20,126 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from kvflow.errors import LayoutError
+from kvflow.kernels.pages import PageView
 from kvflow.layouts.pieces import Heads, Piece
-
-if TYPE_CHECKING:
-    from kvflow.kernels.rows import PageView
 
 TILE_NBYTES = 4096
 """Bytes that one program moves: 32 bytes a thread with 4 warps."""
 
+WIDE_NBYTES = 16
+"""The widest access of a thread."""
+
+_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
 
 @triton.jit
-def locate(
-    slots, tile, num_rows,
+def lanes(tile, TILE: tl.constexpr):
+    """The words of a tile, counted in 64 bits over the whole move."""
+    return tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+
+
+@triton.jit
+def place(
+    slot, word,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, NUM_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Per lane: word offset in the pages, word offset in the rows, has a row, has a slot."""
-    lane = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    row = lane // WIDTH
-    word = lane - row * WIDTH
-    inside = row < num_rows
-    slot = tl.load(slots + row, mask=inside, other=-1)
+    """Word offset of a word of one piece of each slot. TILES are size and stride of each digit
+    below the slowest, the fastest first."""
     block = slot // BLOCK_SIZE
-    page_word = block * BLOCK_STRIDE + (slot - block * BLOCK_SIZE) * STRIDE + word
-    # A hint that the lanes of one row live and die together: without it gfx942 moves single words.
-    live = tl.max_constancy(inside & (slot >= 0), RUN)
-    return page_word, row * ROW_WIDTH + word, inside, live
+    index = slot - block * BLOCK_SIZE
+    at = block * BLOCK_STRIDE + word
+    for k in tl.static_range(NUM_TILES):
+        rest = index // TILES[2 * k]
+        at += (index - rest * TILES[2 * k]) * TILES[2 * k + 1]
+        index = rest
+    return at + index * STRIDE
 
 
 @triton.jit
-def gather_kernel(
-    pages, slots, rows, num_rows,
-    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Words of the pages -> packed rows; rows of padding slots become zero."""
-    page_word, row_word, inside, live = locate(
-        slots, tl.program_id(0), num_rows,
-        BLOCK_SIZE, BLOCK_STRIDE, STRIDE, WIDTH, ROW_WIDTH, RUN, TILE,
-    )  # fmt: skip
-    x = tl.load(pages + page_word, mask=live, other=0)
-    tl.store(rows + row_word, x, mask=inside)
+def slot_of(slots, row, inside):
+    """The slot of each row; without slots, the row itself."""
+    if slots is None:
+        slot = row
+    else:
+        slot = tl.load(slots + row, mask=inside, other=-1)
+    return slot
 
 
 @triton.jit
-def scatter_kernel(
-    pages, slots, rows, num_rows,
-    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
+def begin_of(table, piece, ALIGN: tl.constexpr, RUN: tl.constexpr):
+    """The word offset of each lane's piece: one value a run, a multiple of ALIGN words."""
+    return tl.max_constancy(tl.multiple_of(tl.load(table + piece), [ALIGN]), [RUN])
+
+
+@triton.jit
+def move_kernel(
+    src, dst, src_slots, dst_slots, src_table, dst_table, num_rows,
+    SRC_BLOCK_SIZE: tl.constexpr, SRC_BLOCK_STRIDE: tl.constexpr, SRC_STRIDE: tl.constexpr,
+    SRC_TILES: tl.constexpr, SRC_NUM_TILES: tl.constexpr, SRC_ALIGN: tl.constexpr,
+    DST_BLOCK_SIZE: tl.constexpr, DST_BLOCK_STRIDE: tl.constexpr, DST_STRIDE: tl.constexpr,
+    DST_TILES: tl.constexpr, DST_NUM_TILES: tl.constexpr, DST_ALIGN: tl.constexpr,
+    WIDTH: tl.constexpr, NUM_PIECES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Packed rows -> words of the pages; rows of padding slots are skipped."""
-    page_word, row_word, _inside, live = locate(
-        slots, tl.program_id(0), num_rows,
-        BLOCK_SIZE, BLOCK_STRIDE, STRIDE, WIDTH, ROW_WIDTH, RUN, TILE,
+    """Words of pieces at the source slots -> the target slots: zeros for a padding source, nothing
+    for a padding target. With one piece the pointers are at it, with more the tables hold each
+    one's word offset."""
+    lane = lanes(tl.program_id(0), TILE)
+    row = lane // (NUM_PIECES * WIDTH)
+    word = lane - row * (NUM_PIECES * WIDTH)
+    inside = row < num_rows
+    src_slot, dst_slot = slot_of(src_slots, row, inside), slot_of(dst_slots, row, inside)
+    # A hint that the lanes of one run live and die together: without it gfx942 moves single words.
+    wanted = tl.max_constancy(inside & (dst_slot >= 0), RUN)
+    live = tl.max_constancy(wanted & (src_slot >= 0), RUN)
+    src_word, dst_word = word, word
+    if NUM_PIECES > 1:
+        piece = word // WIDTH
+        within = word - piece * WIDTH
+        src_word = within + begin_of(src_table, piece, SRC_ALIGN, RUN)
+        dst_word = within + begin_of(dst_table, piece, DST_ALIGN, RUN)
+    src_at = place(
+        src_slot, src_word,
+        SRC_BLOCK_SIZE, SRC_BLOCK_STRIDE, SRC_STRIDE, SRC_TILES, SRC_NUM_TILES,
     )  # fmt: skip
-    x = tl.load(rows + row_word, mask=live)
-    tl.store(pages + page_word, x, mask=live)
+    dst_at = place(
+        dst_slot, dst_word,
+        DST_BLOCK_SIZE, DST_BLOCK_STRIDE, DST_STRIDE, DST_TILES, DST_NUM_TILES,
+    )  # fmt: skip
+    tl.store(dst + dst_at, tl.load(src + src_at, mask=live, other=0), mask=wanted)
+
+
+@frozen(eq=False)
+class Side:
+    """Memory in pages and the slots of a move in it; without `slots`, row i has slot i."""
+
+    memory: Tensor
+    offset: int
+    block_size: int
+    block_stride: int
+    slots: Tensor | None = None
+
+    @classmethod
+    def of_pages(cls, pages: PageView, slots: Tensor) -> "Side":
+        return cls(pages.memory, pages.offset, pages.block_size, pages.block_stride, slots)
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> "Side":
+        """Packed rows, contiguous uint8 [n, nbytes]."""
+        return cls(rows.view(-1), 0, 1, rows.shape[1])
+
+    def addresses(self) -> tuple[int, ...]:
+        """What the address of every word is made of, pieces aside."""
+        return self.block_stride, self.memory.data_ptr(), int(self.memory.storage_offset())
+
+    def words(self, first: int, word: int) -> Tensor:
+        """The memory from a byte of the first page on, in words."""
+        first += self.offset
+        usable = (len(self.memory) - first) // word * word
+        return self.memory[first : first + usable].view(_WORDS[word])
+
+
+Pairs = list[tuple[Piece, Piece]]
 
 
 @frozen(eq=False)
@@ -82,64 +147,117 @@ class Launch:
     """One kernel launch: positional tensors and counts, compile-time constants, programs."""
 
     args: tuple[Any, ...]
-    constants: dict[str, int]
+    constants: dict[str, Any]
     grid: tuple[int]
 
+    def __call__(self) -> None:
+        move_kernel[self.grid](*self.args, **self.constants)
 
-def launch(
-    pages: "PageView", piece: Piece, slots: Tensor, rows: Tensor, tile_nbytes: int = TILE_NBYTES
-) -> Launch:
-    """Arguments that move `piece` of every row: int32 words where every address allows it, bytes
-    where not. `tile_nbytes` is a power of two."""
-    if piece.tiles:
-        raise LayoutError(f"pages of {pages.record} are tiled, the kernels move even steps only")
-    first = pages.offset + piece.offset
-    word = gcd(
-        4, first, pages.block_stride, piece.stride, piece.nbytes, piece.record_offset,
-        rows.shape[1], pages.memory.data_ptr(), int(pages.memory.storage_offset()),
-        rows.data_ptr(), int(rows.storage_offset()),
-    )  # fmt: skip
-    word, dtype = (4, torch.int32) if word == 4 else (1, torch.uint8)
-    usable = (len(pages.memory) - first) // word * word
-    page_words = pages.memory[first : first + usable].view(dtype)
-    row_words = rows.view(-1)[piece.record_offset :].view(dtype)
-    width, tile = piece.nbytes // word, tile_nbytes // word
+
+def launches(
+    src: Side, dst: Side, pairs: Pairs, num_rows: int, tile_nbytes: int = TILE_NBYTES
+) -> Iterator[Launch]:
+    """One launch for all pieces of a kind, which differ in their offsets alone: one for row pages,
+    one for each length in planar pages, one for the items of a transposed page. Words are as wide
+    as all addresses allow, 4 bytes at most; `tile_nbytes` is a power of two."""
+    kinds: dict[tuple[object, ...], Pairs] = {}
+    for a, b in pairs if num_rows else ():
+        kinds.setdefault((a.nbytes, a.stride, a.tiles, b.stride, b.tiles), []).append((a, b))
+    for alike in kinds.values():
+        yield _launch(src, dst, alike, num_rows, tile_nbytes)
+
+
+def _launch(src: Side, dst: Side, pairs: Pairs, num_rows: int, tile_nbytes: int) -> Launch:
+    word = gcd(4, *src.addresses(), *dst.addresses(), *_steps(src, dst, pairs))
+    (a, b), several = pairs[0], len(pairs) > 1
+    width, tile = a.nbytes // word, tile_nbytes // word
+    tables: list[Tensor | None] = [None, None]
+    if several:
+        offsets = torch.tensor([(a.offset // word, b.offset // word) for a, b in pairs])
+        tables = list(offsets.t().contiguous().to(src.memory.device).unbind())
+    here, there = (0, 0) if several else (a.offset, b.offset)
+    words = src.words(here, word), dst.words(there, word)
     return Launch(
-        args=(page_words, slots, row_words, len(rows)),
+        args=(*words, src.slots, dst.slots, *tables, num_rows),
         constants={
-            "BLOCK_SIZE": pages.block_size,
-            "BLOCK_STRIDE": pages.block_stride // word,
-            "STRIDE": piece.stride // word,
+            **_constants("SRC", src, [a for a, _ in pairs], word),
+            **_constants("DST", dst, [b for _, b in pairs], word),
             "WIDTH": width,
-            "ROW_WIDTH": rows.shape[1] // word,
+            "NUM_PIECES": len(pairs),
             "RUN": min(width & -width, tile),
             "TILE": tile,
         },
-        grid=(-(-len(rows) * width // tile),),
+        grid=(-(-num_rows * len(pairs) * width // tile),),
     )
 
 
+def _steps(src: Side, dst: Side, pairs: Pairs) -> Iterable[int]:
+    """Every step in bytes that leads to a piece."""
+    for a, b in pairs:
+        for side, piece in ((src, a), (dst, b)):
+            yield from (side.offset + piece.offset, piece.stride, piece.nbytes)
+            yield from (stride for _, stride in piece.tiles)
+
+
+def _constants(name: str, side: Side, pieces: list[Piece], word: int) -> dict[str, Any]:
+    piece = pieces[0]
+    digits = [number for size, stride in reversed(piece.tiles) for number in (size, stride // word)]
+    return {
+        f"{name}_BLOCK_SIZE": side.block_size,
+        f"{name}_BLOCK_STRIDE": side.block_stride // word,
+        f"{name}_STRIDE": piece.stride // word,
+        f"{name}_TILES": tuple(digits),
+        f"{name}_NUM_TILES": len(piece.tiles),
+        f"{name}_ALIGN": gcd(WIDE_NBYTES, *(p.offset for p in pieces)) // word,
+    }
+
+
+def packed(pieces: Iterable[Piece]) -> Pairs:
+    """Every piece and its place in a packed row."""
+    return [(p, Piece(p.record_offset, 0, p.nbytes, p.record_offset)) for p in pieces]
+
+
 def gather(
-    pages: "PageView",
+    pages: PageView,
     slots: Tensor,
     out: Tensor,
     heads: Heads | None = None,
     tile_nbytes: int = TILE_NBYTES,
 ) -> None:
-    """`gather_rows` without its checks, one launch per piece."""
-    for piece in pages.pieces(heads) if len(slots) else ():
-        it = launch(pages, piece, slots, out, tile_nbytes)
-        gather_kernel[it.grid](*it.args, **it.constants)
+    """`gather_rows` without its checks."""
+    here, there, pairs = (
+        Side.of_pages(pages, slots),
+        Side.of_rows(out),
+        packed(pages.pieces(heads)),
+    )
+    for launch in launches(here, there, pairs, len(slots), tile_nbytes):
+        launch()
 
 
 def scatter(
-    pages: "PageView",
+    pages: PageView,
     slots: Tensor,
     rows: Tensor,
     heads: Heads | None = None,
     tile_nbytes: int = TILE_NBYTES,
 ) -> None:
-    """`scatter_rows` without its checks, one launch per piece."""
-    for piece in pages.pieces(heads) if len(slots) else ():
-        it = launch(pages, piece, slots, rows, tile_nbytes)
-        scatter_kernel[it.grid](*it.args, **it.constants)
+    """`scatter_rows` without its checks."""
+    pairs = [(b, a) for a, b in packed(pages.pieces(heads))]
+    for launch in launches(
+        Side.of_rows(rows), Side.of_pages(pages, slots), pairs, len(slots), tile_nbytes
+    ):
+        launch()
+
+
+def repack(
+    src: PageView,
+    src_slots: Tensor,
+    dst: PageView,
+    dst_slots: Tensor,
+    pairs: Pairs,
+    tile_nbytes: int = TILE_NBYTES,
+) -> None:
+    """`repack_rows` without its checks."""
+    here, there = Side.of_pages(src, src_slots), Side.of_pages(dst, dst_slots)
+    for launch in launches(here, there, pairs, len(src_slots), tile_nbytes):
+        launch()

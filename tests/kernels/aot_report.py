@@ -17,12 +17,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvflow.kernels import codec, triton_codec, triton_rows
-from kvflow.kernels.rows import PageView
-from kvflow.layouts.record import Record, index_record, latent_record
+from kvflow.kernels.pages import PageView
+from kvflow.kernels.triton_rows import Side
+from kvflow.layouts.arrangement import Arrangement
+from kvflow.layouts.record import Field, Record, index_record, latent_record
+from kvflow.transfers.lower import paired_pieces
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 STARVED = {"maxnreg": 16}
 LATENT = latent_record("fp8", latent_rank=512, rope_dim=64)
+DEEPSEEK_V4 = Record(
+    (
+        Field("latent", "float8_e4m3fn", 448),
+        Field("rope", "bfloat16", 64),
+        Field("scale", "uint8", 8),
+    ),
+    Arrangement.read("[latent,rope: t f e | scale: t e] %576"),
+)
 
 
 @dataclass
@@ -83,21 +94,31 @@ def gfx942(kernel) -> dict[str, int]:
     }
 
 
+def moves(name, src, dst, pairs):
+    for number, it in enumerate(triton_rows.launches(src, dst, pairs, 64)):
+        yield f"{name} {number}", triton_rows.move_kernel, it.args, it.constants, {}
+
+
 def row_kernels(pages: PageView, name: str):
     slots = torch.zeros(64, dtype=torch.int64)
-    packed = torch.zeros(64, pages.record.nbytes, dtype=torch.uint8)
-    for number, piece in enumerate(pages.pieces()):
-        it = triton_rows.launch(pages, piece, slots, packed)
-        for verb in ("gather", "scatter"):
-            kernel = getattr(triton_rows, f"{verb}_kernel")
-            yield f"{verb} {name} {number}", kernel, it.args, it.constants, {}
+    rows = torch.zeros(64, pages.record.nbytes, dtype=torch.uint8)
+    here, there = Side.of_pages(pages, slots), Side.of_rows(rows)
+    pairs = triton_rows.packed(pages.pieces())
+    yield from moves(f"gather {name}", here, there, pairs)
+    yield from moves(f"scatter {name}", there, here, [(b, a) for a, b in pairs])
 
 
-def pages_of(record: Record, gap: int = 0, shift: int = 0) -> PageView:
-    """Pages of 64 tokens that start `shift` bytes into an allocation."""
-    stride = record.page_nbytes(64) + gap
+def repack_kernels(src: PageView, dst: PageView, name: str):
+    slots = torch.zeros(64, dtype=torch.int64)
+    here, there = Side.of_pages(src, slots), Side.of_pages(dst, slots)
+    yield from moves(f"repack {name}", here, there, paired_pieces(src.geometry, dst.geometry))
+
+
+def pages_of(record: Record, gap: int = 0, shift: int = 0, block_size: int = 64) -> PageView:
+    """Pages that start `shift` bytes into an allocation."""
+    stride = record.page_pitch(block_size) + gap
     memory = torch.zeros(shift + 4 * stride, dtype=torch.uint8)
-    return PageView(memory, record, 64, stride, shift)
+    return PageView(memory, record, block_size, stride, shift)
 
 
 def codec_kernels(dtype: torch.dtype):
@@ -120,10 +141,25 @@ def codec_kernels(dtype: torch.dtype):
     yield f"dequantise key {name}", dequantise, (packed, key), constants, one_warp
 
 
+OUTER_GAP = 3_502_592 - 41_984
+HEADS = (Field("key", "bfloat16", 128, 8), Field("value", "bfloat16", 128, 8))
+
+
 def cases():
-    yield from row_kernels(pages_of(LATENT), "latent")
-    yield from row_kernels(pages_of(LATENT, gap=3_502_592 - 41_984, shift=41_984), "latent outer")
-    yield from row_kernels(pages_of(index_record("fp8", index_dim=128)), "index")
+    latent, index = pages_of(LATENT), pages_of(index_record("fp8", index_dim=128))
+    outer = pages_of(LATENT, gap=OUTER_GAP, shift=41_984)
+    nhd, hnd = (pages_of(Record(HEADS, order)) for order in ("t h e", "h t e"))
+    tiled = pages_of(Record(HEADS[:1], "h e t t16 e2"))
+    yield from row_kernels(latent, "latent")
+    yield from row_kernels(outer, "latent outer")
+    yield from row_kernels(pages_of(DEEPSEEK_V4), "584")
+    yield from row_kernels(index, "index")
+    yield from row_kernels(nhd, "NHD")
+    yield from row_kernels(hnd, "HND")
+    yield from row_kernels(tiled, "tiled")
+    yield from repack_kernels(latent, pages_of(LATENT, block_size=16), "64 -> 16")
+    yield from repack_kernels(index, pages_of(index.record, block_size=16), "index 64 -> 16")
+    yield from repack_kernels(nhd, hnd, "NHD -> HND")
     yield from codec_kernels(torch.bfloat16)
     # Planted: a view 8 bytes off loses every 16-byte access, with no word from the compiler; and
     # a kernel that is denied registers spills.

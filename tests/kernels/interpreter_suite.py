@@ -11,6 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kvflow.kernels import codec, rows, triton_codec, triton_rows
 from kvflow.layouts.record import Field, Record, index_record, latent_record
+from kvflow.transfers.lower import paired_pieces
 
 torch.set_num_threads(1)
 
@@ -25,7 +26,7 @@ RECORDS = {
 
 @pytest.fixture(autouse=True)
 def _strict():
-    assert isinstance(triton_rows.gather_kernel, InterpretedFunction)
+    assert isinstance(triton_rows.move_kernel, InterpretedFunction)
     with interpreter.exact_casts():
         yield
 
@@ -51,15 +52,26 @@ def random_rows(n, record, seed=1):
     return torch.randint(0, 256, (n, record.nbytes), dtype=torch.uint8, generator=g)
 
 
-def watched(launch, pages, slots, packed, to_pages):
-    """Run one piece at a time, so that each watch sees one launch."""
-    read, written = (packed, pages.memory) if to_pages else (pages.memory, packed)
-    pieces = pages.pieces()
-    for piece in pieces:
-        object.__setattr__(pages, "pieces", (piece,))
-        with interpreter.watch(reads=[read, slots], writes=[written]):
-            launch(pages, slots, packed, 512)
-    object.__setattr__(pages, "pieces", pieces)
+def watched(src, dst, pairs, num_rows):
+    """Run the launches of a move one at a time, each under a watch of its own."""
+    count = 0
+    for launch in triton_rows.launches(src, dst, pairs, num_rows, 512):
+        reads = [x for x in (src.memory, src.slots, dst.slots, *launch.args[4:6]) if x is not None]
+        with interpreter.watch(reads=reads, writes=[dst.memory]):
+            launch()
+        count += 1
+    return count
+
+
+def watched_gather(pages, slots, out, heads=None):
+    here, there = triton_rows.Side.of_pages(pages, slots), triton_rows.Side.of_rows(out)
+    return watched(here, there, triton_rows.packed(pages.pieces(heads)), len(slots))
+
+
+def watched_scatter(pages, slots, rows, heads=None):
+    here, there = triton_rows.Side.of_rows(rows), triton_rows.Side.of_pages(pages, slots)
+    pairs = [(b, a) for a, b in triton_rows.packed(pages.pieces(heads))]
+    return watched(here, there, pairs, len(slots))
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -69,13 +81,13 @@ def test_gather_and_scatter_equal_the_torch_path(name, gap, offset, n):
     pages = make_pages(RECORDS[name], gap=gap, offset=offset)
     slots = some_slots(pages, n)
     out = torch.full((n, pages.record.nbytes), 77, dtype=torch.uint8)
-    watched(triton_rows.gather, pages, slots, out, to_pages=False)
+    watched_gather(pages, slots, out)
     assert torch.equal(out, rows.gather_rows(pages, slots))
 
     packed = random_rows(n, pages.record)
     expected = make_pages(RECORDS[name], gap=gap, offset=offset)
     rows.scatter_rows(expected, slots, packed)
-    watched(triton_rows.scatter, pages, slots, packed, to_pages=True)
+    watched_scatter(pages, slots, packed)
     assert torch.equal(pages.memory, expected.memory)
 
 
@@ -85,6 +97,52 @@ def test_full_size_tiles_and_real_block_size():
     out = torch.empty(40, LATENT.nbytes, dtype=torch.uint8)
     triton_rows.gather(pages, slots, out)
     assert torch.equal(out, rows.gather_rows(pages, slots))
+
+
+ARRANGED = ("t h e", "h t e", "h e t", "h e t t4 e2")
+KEY = Field("key", "bfloat16", 4, 3)
+
+
+@pytest.mark.parametrize("order", ARRANGED)
+@pytest.mark.parametrize("heads", [None, (1, 3)])
+def test_head_ranges_and_tiles_equal_the_torch_path(order, heads):
+    record = Record((KEY,), order)
+    pages, expected = (make_pages(record, block_size=8, offset=2, gap=6) for _ in range(2))
+    slots = some_slots(pages, 11)
+    out = torch.full((11, record.row_nbytes(heads)), 77, dtype=torch.uint8)
+    watched_gather(pages, slots, out, heads)
+    assert torch.equal(out, rows.gather_rows(pages, slots, heads=heads))
+    packed = torch.roll(out, 1, 0)
+    rows.scatter_rows(expected, slots, packed, heads)
+    watched_scatter(pages, slots, packed, heads)
+    assert torch.equal(pages.memory, expected.memory)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "kinds"),
+    [
+        (RECORDS["latent"], RECORDS["latent"], 1),
+        (RECORDS["index planar"], RECORDS["index planar"], 2),
+        (RECORDS["index planar"], RECORDS["index rows"], 2),
+        (RECORDS["index rows"], RECORDS["index planar"], 2),
+        (Record((KEY,), "t h e"), Record((KEY,), "h e t"), 1),
+        (Record((KEY,), "h e t t4 e2"), Record((KEY,), "h t e"), 1),
+    ],
+)
+def test_repack_moves_pages_to_pages(src, dst, kinds):
+    """Another block size, another arrangement, one launch for each kind of piece."""
+    here, there = make_pages(src, block_size=4, gap=16), make_pages(dst, block_size=8, seed=5)
+    twin = make_pages(dst, block_size=8, seed=5)
+    src_slots, dst_slots = some_slots(here, 13), some_slots(there, 13, seed=2)
+    rows.scatter_rows(twin, dst_slots, rows.gather_rows(here, src_slots))
+    launched = watched(
+        triton_rows.Side.of_pages(here, src_slots),
+        triton_rows.Side.of_pages(there, dst_slots),
+        paired_pieces(here.geometry, there.geometry),
+        13,
+    )
+    assert torch.equal(there.memory, twin.memory)
+    assert launched == kinds
 
 
 def test_zero_rows_launch_nothing():
@@ -101,7 +159,7 @@ def test_j02_j03_padding_slots_reach_no_byte(name):
     before = pages.memory.clone()
     slots = torch.tensor([0, 1, -1, -1])
     packed = random_rows(4, record)
-    watched(triton_rows.scatter, pages, slots, packed, to_pages=True)
+    watched_scatter(pages, slots, packed)
     assert torch.equal(rows.gather_rows(pages, slots[:2]), packed[:2])
     rows.scatter_rows(pages, slots[:2], rows.gather_rows(make_like(pages, before), slots[:2]))
     assert torch.equal(pages.memory, before)
@@ -131,15 +189,52 @@ def test_j05_j08_offsets_beyond_32_bits(tmp_path, boundary):
 
 
 @triton.jit
-def row_words(slots, out, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):  # noqa: N803
-    _, row_word, _, _ = triton_rows.locate(slots, tile, 0, 4, WIDTH, WIDTH, WIDTH, WIDTH, 4, TILE)
-    tl.store(out + tl.arange(0, TILE), row_word)
+def words_of(
+    slots, words, out, BLOCK: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr,  # noqa: N803
+    TILES: tl.constexpr, NUM_TILES: tl.constexpr, N: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    i = tl.arange(0, N)
+    slot, word = tl.load(slots + i), tl.load(words + i)
+    at = triton_rows.place(slot, word, BLOCK, STRIDE, STEP, TILES, NUM_TILES)
+    tl.store(out + i, at)
+
+
+@pytest.mark.parametrize("boundary", [2**31, 2**32, 2**33])
+@pytest.mark.parametrize(
+    ("nbytes", "last_good"),
+    [(656, 3_273_603), (1152, 1_864_135), (51_168, 41_969), (576, 7_456_540 // 2)],
+)
+@pytest.mark.parametrize("block_size", [1, 64])
+def test_j05_j08_word_offsets_by_arithmetic(nbytes, last_good, block_size, boundary):
+    """No memory at all: where the kernel says that slots lie, either side of a boundary."""
+    first_bad = -(-boundary // nbytes)
+    assert boundary > 2**31 or abs(first_bad - last_good) <= 1
+    slots = torch.tensor([0, first_bad - 1, first_bad, 2**40])
+    words, out = torch.tensor([0, 3, 3, 5]), torch.zeros(4, dtype=torch.int64)
+    words_of[(1,)](slots, words, out, block_size, block_size * nbytes, nbytes, (), 0, 4)
+    assert out.tolist() == [
+        s * nbytes + w for s, w in zip(slots.tolist(), [0, 3, 3, 5], strict=True)
+    ]
+
+
+def test_j05_tiled_offsets_beyond_32_bits():
+    """Token t of a VNNI page at (t // 16, t % 16) steps; the page itself beyond 2^33."""
+    slots = torch.tensor([2**33 + 37, 2**33 + 63])
+    words, out = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    words_of[(1,)](slots, words, out, 64, 10_000, 1000, (16, 4), 1, 2)
+    block = 2**33 // 64 * 10_000
+    assert out.tolist() == [block + 2 * 1000 + 5 * 4, block + 3 * 1000 + 15 * 4]
+
+
+@triton.jit
+def lanes_of(out, tile, TILE: tl.constexpr):  # noqa: N803
+    tl.store(out + tl.arange(0, TILE), triton_rows.lanes(tile, TILE))
 
 
 def test_j05_packed_rows_beyond_32_bits():
     """The tile number alone: so many programs cannot run here."""
     out, tile = torch.zeros(64, dtype=torch.int64), 2**31 // 64 + 5
-    row_words[(1,)](torch.zeros(1, dtype=torch.int64), out, tile, WIDTH=164, TILE=64)
+    lanes_of[(1,)](out, tile, TILE=64)
     assert torch.equal(out, tile * 64 + torch.arange(64))
 
 
@@ -151,15 +246,13 @@ def test_a_slot_past_the_end_is_seen(bad):
     pages = make_pages(LATENT)
     out = torch.empty(1, LATENT.nbytes, dtype=torch.uint8)
     with pytest.raises(InterpreterError, match="outside every tensor"):
-        watched(triton_rows.gather, pages, torch.tensor([bad]), out, to_pages=False)
+        watched_gather(pages, torch.tensor([bad]), out)
 
 
 def test_a_slot_written_twice_is_seen():
     pages = make_pages(LATENT)
     with pytest.raises(InterpreterError, match=r"race|two lanes"):
-        watched(
-            triton_rows.scatter, pages, torch.tensor([3, 3]), random_rows(2, LATENT), to_pages=True
-        )
+        watched_scatter(pages, torch.tensor([3, 3]), random_rows(2, LATENT))
 
 
 @triton.jit

@@ -11,12 +11,27 @@ import pytest
 SCRIPT = Path(__file__).with_name("aot_report.py")
 MAX_REGISTERS = 64
 # At least so many 16-byte (loads, stores) per kernel; -1: every store is one. A packed indexer
-# row has 132 bytes and its scales have 4, so those sides cannot be wider than a word.
+# row has 132 bytes and its scales have 4, so those sides cannot be wider than a word; a packed
+# row of 584 bytes has 8-byte steps, a VNNI page items of 4 bytes.
 WIDE = {
     "gather latent 0": (1, -1),
     "scatter latent 0": (1, -1),
     "gather latent outer 0": (1, -1),
     "scatter latent outer 0": (1, -1),
+    "gather 584 0": (1, 0),
+    "scatter 584 0": (0, -1),
+    "gather 584 1": (0, 0),
+    "scatter 584 1": (0, 0),
+    "gather NHD 0": (1, -1),
+    "scatter NHD 0": (1, -1),
+    "gather HND 0": (1, -1),
+    "scatter HND 0": (1, -1),
+    "gather tiled 0": (0, 0),
+    "scatter tiled 0": (0, 0),
+    "repack 64 -> 16 0": (1, -1),
+    "repack index 64 -> 16 0": (1, -1),
+    "repack index 64 -> 16 1": (0, 0),
+    "repack NHD -> HND 0": (1, -1),
     "gather index 0": (1, 0),
     "scatter index 0": (0, -1),
     "gather index 1": (0, 0),

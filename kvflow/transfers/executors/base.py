@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 
 from kvflow.errors import LayoutError, PlanError
-from kvflow.kernels.rows import PageView
+from kvflow.kernels.pages import PageView
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.memory import MemoryOrder
 from kvflow.transfers.lower import BoundPlan, PageGeometry

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kvflow.kernels.rows import PageView
+from kvflow.kernels.pages import PageView
 from kvflow.layouts.pieces import refine
 from kvflow.transfers.executors.base import RankCache, require_caches
 from kvflow.transfers.lower import BoundPlan, SlotRuns
