@@ -1,6 +1,7 @@
 """KVCacheSpec: which components a model caches, in which records."""
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from attrs import field, frozen
@@ -74,9 +75,13 @@ class KVCacheSpec:
         if len(dict(self.content)) != len(self.content):
             raise LayoutError(f"content fields named twice: {[key for key, _ in self.content]}")
 
+    @cached_property
+    def _by_name(self) -> Mapping[str, Component]:
+        return {c.name: c for c in self.components}
+
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(c.name for c in self.components)
+        return tuple(self._by_name)
 
     @property
     def nbytes_per_token(self) -> int:
@@ -88,10 +93,9 @@ class KVCacheSpec:
         return sum(c.record.page_nbytes(block_size) for c in self.components)
 
     def __getitem__(self, name: str) -> Component:
-        for c in self.components:
-            if c.name == name:
-                return c
-        raise LayoutError(f"no component {name!r}; the spec has {list(self.names)}")
+        if (component := self._by_name.get(name)) is None:
+            raise LayoutError(f"no component {name!r}; the spec has {list(self.names)}")
+        return component
 
     def select(self, *, part: Part | None = None, kind: Kind | None = None) -> tuple[str, ...]:
         """Names of the components of one part or kind."""
