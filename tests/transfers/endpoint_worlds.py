@@ -15,6 +15,7 @@ from kvflow.transfers.executors.base import Endpoint, RankCache
 from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
 from kvflow.transfers.executors.nixl import NixlEndpoint, settle_environment
 from kvflow.transfers.lower import BoundPlan
+from kvflow.transfers.operators.reassemble import copy_on_hosts
 from kvflow.transfers.planner import plan_transfer
 
 settle_environment()
@@ -57,10 +58,23 @@ def mover(make: MakeEndpoint, **options):
             report = receiver.pull(bound, rank, peers, timeout=30, verify=True, **options)
             assert report.verified
             assert receiver.quiesced()
+        if any(isinstance(receiver, NixlEndpoint) for receiver in receivers.values()):
+            copy_over_nixl(bound, receivers)
+        else:
+            copy_on_hosts(bound, targets)
         for endpoint in (*receivers.values(), *senders.values()):
             endpoint.close()
 
     return move
+
+
+def copy_over_nixl(bound: BoundPlan, receivers: Mapping[int, NixlEndpoint]) -> None:
+    """The second stage: every target pulls from the neighbours that have received."""
+    for rank, receiver in receivers.items():
+        sides = [src for src, dst in bound.plan.local_links if dst == rank]
+        peers = {src: receiver.connect(receivers[src].export()) for src in sides}
+        report = receiver.pull(bound, rank, peers, timeout=30, verify=True, stage="copies")
+        assert report.num_links == len(sides)
 
 
 def pair(

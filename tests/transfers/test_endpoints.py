@@ -15,7 +15,7 @@ from endpoint_worlds import (
     target_cache,
     untouched,
 )
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 
 from kvflow.errors import CapacityError, TransferError
 from kvflow.testing import Case, cases, check_law
@@ -23,9 +23,9 @@ from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
 from kvflow.transfers.executors.nixl import NixlEndpoint
 from kvflow.transfers.executors.reference import ReferenceExecutor
-from kvflow.transfers.executors.strategy import STRATEGIES
+from kvflow.transfers.cost import STRATEGIES
 
-FEW = settings(max_examples=5)
+FEW = settings(max_examples=5, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
 def expected(bound, sources) -> RankCache:
@@ -98,14 +98,14 @@ def test_strategies_give_equal_bytes(nixl, interleave, strategy):
     assert (report.nbytes, report.verified) == (bound.plan.nbytes, True)
     assert report.num_links == 4
     if strategy is not None:
-        assert report.strategies == (strategy,)
+        assert set(report.strategies) <= {strategy, "strided"}
 
 
 def test_a_large_pull_uses_every_lane(nixl, monkeypatch):
-    from kvflow.transfers.executors import nixl_pull
+    from kvflow.transfers.executors import nixl_direct, nixl_pull
 
     monkeypatch.setattr(nixl_pull, "_LANES_NBYTES", 0)
-    monkeypatch.setattr(nixl_pull, "_POST_NBYTES", 1 << 14)
+    monkeypatch.setattr(nixl_direct, "POST_NBYTES", 1 << 14)
     bound = pair((0, 2000), interleave=64, blocks=(64, 64))
     sources, _, receiver, peers = connect_all(nixl, bound, num_lanes=3)
     for _ in range(2):
@@ -241,7 +241,7 @@ def test_staging_below_one_row_is_refused_by_name_or_avoided(nixl):
     for strategy in ("pack", "stage"):
         with pytest.raises(CapacityError, match=r"a (row|page) of"):
             receiver.pull(bound, 0, peers, timeout=5, strategy=strategy)
-    assert receiver.pull(bound, 0, peers, timeout=30).strategies == ("direct",)
+    assert receiver.pull(bound, 0, peers, timeout=30).strategies == ("strided",)
     assert same_bytes(receiver.cache, expected(bound, sources))
 
 

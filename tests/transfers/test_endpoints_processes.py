@@ -14,7 +14,7 @@ from nixl_child import Child
 from kvflow.errors import TransferError
 from kvflow.transfers.executors.nixl_wire import Pack, pack_runs
 from kvflow.transfers.executors.reference import ReferenceExecutor
-from kvflow.transfers.executors.strategy import STRATEGIES
+from kvflow.transfers.cost import STRATEGIES
 
 pytestmark = pytest.mark.processes
 PAIR = {"tokens": (5, 900), "interleave": 1, "blocks": (16, 64)}
@@ -122,7 +122,7 @@ def test_d01_d03_a_silent_peer_leaves_the_target_unquiesced_until_it_ends():
     os.kill(child.process.pid, signal.SIGSTOP)
     try:
         with pytest.raises(TransferError, match=r"did not end within 0\.500 s"):
-            receiver.pull(bound, 0, peers, timeout=0.5, strategy="direct")
+            receiver.pull(bound, 0, peers, timeout=0.5, strategy="pages")
         assert not receiver.quiesced()
         with pytest.raises(TransferError, match="reads of failed pulls"):
             receiver.close(timeout=0.1)  # the buffers must stay

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from attrs import define, field
 
 from kvflow.errors import TransferError
+from kvflow.transfers.cost import STRATEGIES, Costs, Strategy
 from kvflow.transfers.executors.base import RankCache, TransferReport
 from kvflow.transfers.executors.nixl_agent import Agent, Progress, settle_environment
 from kvflow.transfers.executors.nixl_door import Deadline, Door
 from kvflow.transfers.executors.nixl_lists import Peer
-from kvflow.transfers.executors.nixl_pull import Pull
+from kvflow.transfers.executors.nixl_pull import Pull, Stage
 from kvflow.transfers.executors.nixl_serve import Service
 from kvflow.transfers.executors.nixl_wire import (
     Export,
@@ -23,7 +24,6 @@ from kvflow.transfers.executors.nixl_wire import (
 )
 from kvflow.transfers.executors.seal import check_key
 from kvflow.transfers.executors.staging import StagingArea
-from kvflow.transfers.executors.strategy import STRATEGIES, Costs, Strategy
 from kvflow.transfers.lower import BoundPlan
 
 __all__ = ["NixlEndpoint", "settle_environment"]
@@ -187,9 +187,12 @@ class NixlEndpoint:
         timeout: float,
         verify: bool = False,
         strategy: Strategy | None = None,
+        stage: Stage = "links",
     ) -> TransferReport:
         """See `Endpoint.pull`. `strategy` forces one way for everything; by default the cheapest
-        is taken for each link."""
+        is taken for each link. With `stage` "copies", the second stage of a plan for ranks that
+        share a host: `peers` then names the endpoints of target ranks, all of which have pulled
+        their links."""
         if self._closed:
             raise TransferError(f"{self.name} is closed")
         if dst_rank != self.cache.rank:
@@ -202,7 +205,8 @@ class NixlEndpoint:
             known = {rank: self._peers[name] for rank, name in peers.items()}
         deadline = Deadline.after(timeout)
         try:
-            return Pull(self._door, bound, dst_rank, known, deadline, strategy).run(verify=verify)
+            pull = Pull(self._door, bound, dst_rank, known, deadline, strategy, stage)
+            return pull.run(verify=verify)
         except self._agent.errors as e:
             raise TransferError(f"a read failed: {type(e).__name__}: {e}") from e
 

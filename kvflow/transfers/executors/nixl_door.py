@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from kvflow.errors import TransferError
+from kvflow.transfers.cost import Costs
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.nixl_agent import Agent, Flight
 from kvflow.transfers.executors.nixl_lists import Peer, landing_pages
@@ -17,7 +18,6 @@ from kvflow.transfers.executors.nixl_serve import Service
 from kvflow.transfers.executors.nixl_wire import Message, Refused, Reply, encode
 from kvflow.transfers.executors.place import Bytes
 from kvflow.transfers.executors.staging import StagingArea
-from kvflow.transfers.executors.strategy import Costs
 from kvflow.transfers.lower import PageGeometry
 
 PROBE_NBYTES = 8

@@ -1,4 +1,4 @@
-"""Prepared lists: all pages, or all rows, that two caches share, described to NIXL once per peer.
+"""Prepared lists: the pages, or the rows, of components that look alike, described once per peer.
 
 Afterwards a transfer is two int32 index arrays, and NIXL merges neighbours that ascend together.
 """
@@ -12,19 +12,24 @@ import numpy.typing as npt
 from attrs import define, evolve, field, frozen
 
 from kvflow.errors import CapacityError, TransferError
+from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import KVLayout
-from kvflow.layouts.pieces import Piece
+from kvflow.layouts.pieces import Heads, Piece
 from kvflow.layouts.record import Record
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.nixl_agent import LOCAL, Agent
 from kvflow.transfers.executors.nixl_wire import Export, geometry_of
 from kvflow.transfers.lower import PageGeometry, SlotRuns, paired_pieces
+from kvflow.transfers.slot_cuts import take_runs
 
 WHOLE = 0
-"""The grain of lists whose elements are whole pages. Any other grain is a number of tokens."""
+"""The grain of lists whose elements are whole pages. Any other grain is a number of tokens: an
+element is one piece of as many neighbouring rows."""
 _INT32_END = 2**31
 
 Index = npt.NDArray[np.int32]
+Grain = tuple[int, Heads | None, Heads | None]
+"""Tokens of an element, and the heads that move of what the source and the target store."""
 
 
 @frozen(eq=False)
@@ -61,7 +66,7 @@ class Peer:
     export: Export
     geometries: Mapping[str, PageGeometry] = field(init=False)
     _kinds: tuple[Kind, ...] = field(init=False, default=())
-    _lists: dict[tuple[str, int], PreparedLists] = field(init=False, factory=dict)
+    _lists: dict[tuple[str, Kind, Grain], PreparedLists] = field(init=False, factory=dict)
     _pages: dict[str, Any] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -82,12 +87,36 @@ class Peer:
             self._kinds = tuple(Kind(tuple(names), *looks) for looks, names in alike.items())
         return self._kinds
 
-    def lists(self, agent: Agent, mine: Mapping[str, PageGeometry], grain: int) -> PreparedLists:
-        """The lists of one grain for an agent of ours, prepared at first use."""
-        key = (agent.name, grain)
+    def lists(
+        self, agent: Agent, mine: Mapping[str, PageGeometry], kind: Kind, grain: Grain
+    ) -> PreparedLists:
+        """The lists of a kind in one grain for an agent of ours, prepared at first use."""
+        key = (agent.name, kind, grain)
         if key not in self._lists:
-            self._lists[key] = _prepare(agent, self, mine, grain)
+            self._lists[key] = self._prepare(agent, mine, kind, grain)
         return self._lists[key]
+
+    def _prepare(
+        self, agent: Agent, mine: Mapping[str, PageGeometry], kind: Kind, grain: Grain
+    ) -> PreparedLists:
+        size, src_heads, dst_heads = grain
+        pairs: list[tuple[Piece | None, Piece | None]] = [(None, None)]
+        if size != WHOLE:
+            pairs = [*paired_pieces(kind.src, kind.dst, src_heads, dst_heads)]
+        tables: tuple[list[Ints], list[Ints]] = ([], [])
+        length, starts = [0, 0], {}
+        for name in kind.names:
+            begins = []
+            for pair in pairs:
+                begins.append((length[0], length[1]))
+                for side, at in enumerate((self.geometries[name], mine[name])):
+                    piece = pair[side]
+                    table = _pages(at) if piece is None else _rows(at, piece, size)
+                    tables[side].append(table)
+                    length[side] += int(table[:, 4].sum())
+            starts[name] = tuple(begins)
+        remote, local = (_joined(f"grain {size}", t) for t in tables)
+        return PreparedLists(agent.prepare(self.name, remote), agent.prepare(LOCAL, local), starts)
 
     @cached_property
     def page_starts(self) -> dict[str, int]:
@@ -109,32 +138,23 @@ def landing_pages(agent: Agent, address: int, capacity: int, page: int) -> Any:
     return agent.prepare(LOCAL, table)
 
 
-def same_pages(src: PageGeometry, dst: PageGeometry) -> bool:
-    """A page of one can be copied as a page of the other."""
-    return (src.record, src.block_size) == (dst.record, dst.block_size)
+def grains(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> list[tuple[int, SlotRuns]]:
+    """The runs by the number of tokens that an element of their list may hold: as many as start,
+    length and both block sizes are multiples of, if tokens lie together on both sides."""
+    pairs = paired_pieces(src, dst, runs.src_heads, runs.dst_heads)
+    if any(p.stride != p.nbytes for pair in pairs for p in pair):
+        return [(1, runs)]
+    size = np.gcd(np.gcd(runs.src, runs.dst), runs.count)
+    size = np.gcd(size, np.gcd(src.block_size, dst.block_size))
+    size[(runs.src_stride != 1) | (runs.dst_stride != 1)] = 1
+    return [(int(n), take_runs(runs, size == n)) for n in np.unique(size)]
 
 
-def _prepare(
-    agent: Agent, peer: Peer, mine: Mapping[str, PageGeometry], grain: int
-) -> PreparedLists:
-    tables: tuple[list[Ints], list[Ints]] = ([], [])
-    length, starts = [0, 0], {}
-    for name, dst in mine.items():
-        src = peer.geometries.get(name)
-        if src is None or src.record.fields != dst.record.fields:
-            continue
-        if not (same_pages(src, dst) if grain == WHOLE else fits(grain, src, dst)):
-            continue
-        begins = []
-        for pair in [(None, None)] if grain == WHOLE else paired_pieces(src, dst):
-            begins.append((length[0], length[1]))
-            for side, (geometry, piece) in enumerate(zip((src, dst), pair, strict=True)):
-                table = _pages(geometry) if piece is None else _rows(geometry, piece, grain)
-                tables[side].append(table)
-                length[side] += int(table[:, 4].sum())
-        starts[name] = tuple(begins)
-    remote, local = (_joined(f"grain {grain}", t) for t in tables)
-    return PreparedLists(agent.prepare(peer.name, remote), agent.prepare(LOCAL, local), starts)
+def elements(runs: SlotRuns, grain: int) -> tuple[Ints, Ints]:
+    """Source and target element, `grain` tokens each, of lists over all slots."""
+    which, nth = each_of(runs.count // grain)
+    src = runs.src[which] // grain + nth * runs.src_stride[which]
+    return src, runs.dst[which] // grain + nth * runs.dst_stride[which]
 
 
 def _joined(what: str, tables: list[Ints]) -> npt.NDArray[np.uint64]:
@@ -144,16 +164,9 @@ def _joined(what: str, tables: list[Ints]) -> npt.NDArray[np.uint64]:
     return table.astype(np.uint64)
 
 
-def fits(grain: int, src: PageGeometry, dst: PageGeometry) -> bool:
-    """Pages can be cut into `grain` tokens that lie together, piece by piece, on both sides."""
-    if src.block_size % grain or dst.block_size % grain:
-        return False
-    return grain == 1 or all(p.stride == p.nbytes for pair in paired_pieces(src, dst) for p in pair)
-
-
 def _pages(at: PageGeometry) -> Ints:
     """One strided row (address, length, device, stride, count) for all pages."""
-    page = at.record.page_nbytes(at.block_size)
+    page = at.record.page_extent(at.block_size)
     return np.array([[at.base, page, 0, at.block_stride, at.num_blocks]], np.int64)
 
 
@@ -164,8 +177,8 @@ def _rows(at: PageGeometry, piece: Piece, grain: int) -> Ints:
     num_tables, count = (1, at.num_blocks) if even else (at.num_blocks, 1)
     table = np.zeros((num_tables, 5), np.int64)
     table[:, 0] = at.address(np.arange(num_tables, dtype=np.int64) * at.block_size, piece)
-    table[:, 1], table[:, 3] = grain * piece.nbytes, grain * piece.stride
-    table[:, 4] = count * at.block_size // grain
+    table[:, 1], table[:, 4] = grain * piece.nbytes, count * at.block_size // grain
+    table[:, 3] = max(grain * piece.stride, grain * piece.nbytes)  # one row alone may have 0
     return table
 
 
@@ -189,22 +202,22 @@ def check_bounds(kind: Kind, runs: SlotRuns) -> None:
 
 @frozen(eq=False)
 class Planned:
-    """The pages that one side of a plan has, by component."""
+    """The pages that a rank has on one side of a plan, by component."""
 
     side: str
-    records: Mapping[str, Record]
-    sizes: Mapping[str, int]
+    layout: KVLayout
+    _records: Mapping[str, Record] = field(init=False)
 
-    @classmethod
-    def of(cls, side: str, layout: KVLayout) -> "Planned":
-        records = {c.name: c.record for c in layout.spec.components}
-        sizes = {name: g.paging.block_size for g in layout.groups for name in g.components}
-        return cls(side, records, sizes)
+    def __attrs_post_init__(self) -> None:
+        records = {c.name: c.record for c in self.layout.spec.components}
+        object.__setattr__(self, "_records", records)
 
-    def check(self, at: PageGeometry, names: Iterable[str]) -> None:
-        """The cache has the pages that the plan was made for. Raises `TransferError` otherwise."""
-        looks = {(id(self.records[name]), self.sizes[name]): self.records[name] for name in names}
-        for (_, size), record in looks.items():
+    def check(self, at: PageGeometry, names: Iterable[str], rank: int) -> None:
+        """The cache has the pages that the plan was made for. Raises `TransferError` otherwise.
+        `names` have the same holders."""
+        for name in {id(self._records[name]): name for name in names}.values():
+            record = self.layout.local_record(name, rank)
+            size = self.layout.group_of(name).paging.block_size
             if size != at.block_size or record != at.record:
                 raise TransferError(
                     f"the {self.side} cache has pages of {at.block_size} x {at.record}, "

@@ -14,11 +14,11 @@ from kvflow.errors import CapacityError
 from kvflow.layouts.paging import in_page, page_of
 from kvflow.transfers.executors.nixl_agent import Agent, Flight
 from kvflow.transfers.executors.nixl_door import Door
-from kvflow.transfers.executors.nixl_lists import Index, Peer
+from kvflow.transfers.executors.nixl_lists import Index, Kind, Peer
 from kvflow.transfers.executors.place import Placing
-from kvflow.transfers.executors.slot_cuts import cut_runs
 from kvflow.transfers.executors.staging import ALIGNMENT
 from kvflow.transfers.lower import PageGeometry, SlotRuns
+from kvflow.transfers.slot_cuts import cut_runs
 
 PART_NBYTES = 1 << 20
 """Bytes of a part: what was read must still be in the cache when it is placed, and a request
@@ -29,13 +29,30 @@ AHEAD = 2
 
 @frozen(eq=False)
 class Job:
-    """The same runs of several components that look alike, from one peer."""
+    """The same runs of several components of one kind, from one peer."""
 
     peer: Peer
+    kind: Kind
     names: tuple[str, ...]
     runs: SlotRuns
-    src: PageGeometry
-    dst: PageGeometry
+
+    @property
+    def src(self) -> PageGeometry:
+        return self.kind.src
+
+    @property
+    def dst(self) -> PageGeometry:
+        return self.kind.dst
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of a source page of one component."""
+        return self.src.record.page_extent(self.src.block_size)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one token of one component: in the heads that move."""
+        return self.dst.record.row_nbytes(self.runs.dst_heads)
 
 
 @frozen(eq=False)
@@ -101,7 +118,7 @@ def staged_parts(jobs: Iterable[Job], capacity: int) -> list[StagedPart]:
 
 def _staged(job: Job, capacity: int) -> Iterator[StagedPart]:
     """The parts of one job; blocks come in the order of its runs."""
-    size, page = job.src.block_size, job.src.record.page_nbytes(job.src.block_size)
+    size, page = job.src.block_size, job.page_nbytes
     if not (room := part_room(page, capacity) // page):
         raise CapacityError(f"a page of {page} bytes does not fit into staging of {capacity}")
     src, dst = job.runs.expand()
@@ -116,7 +133,8 @@ def _staged(job: Job, capacity: int) -> Iterator[StagedPart]:
         some = blocks[i : i + room]
         span = slice(*np.searchsorted(nth, [i, i + len(some)]))
         pages = PageGeometry(job.src.record, size, 0, page, len(some))
-        placing = Placing.of(pages, landed[span] - i * size, job.dst, dst[span])
+        heads = job.runs.src_heads, job.runs.dst_heads
+        placing = Placing.of(pages, landed[span] - i * size, job.dst, dst[span], *heads)
         elements = (starts[:, None] + some).astype(np.int32)
         together = max(room // len(some), 1)
         for n in range(0, len(job.names), together):
@@ -128,7 +146,7 @@ def _staged(job: Job, capacity: int) -> Iterator[StagedPart]:
 def pack_cuts(job: Job, capacity: int) -> Iterator[Job]:
     """Jobs whose packed rows fit both areas: several components if possible, else a range of
     tokens. Raises `CapacityError` if a row does not fit."""
-    row, tokens = job.src.record.nbytes, job.runs.num_tokens
+    row, tokens = job.row_nbytes, job.runs.num_tokens
     least = min(capacity, job.peer.export.staging.nbytes)
     room = part_room(row, least) // row
     if room == 0:
@@ -142,8 +160,10 @@ def pack_cuts(job: Job, capacity: int) -> Iterator[Job]:
 
 def packed_part(job: Job, request_id: int, address: int) -> PackedPart:
     """The rows of a job, as its owner packed them at `address`."""
-    row, dst = job.src.record.nbytes, job.runs.expand()[1]
-    rows = PageGeometry(job.src.record, 1, 0, row, len(dst))
-    placing = Placing.of(rows, np.arange(len(dst)), job.dst, dst)
+    row, dst, heads = job.row_nbytes, job.runs.expand()[1], job.runs.dst_heads
+    first, stop = heads or (0, job.dst.record.num_heads)
+    packed = evolve(job.dst.record.with_heads(stop - first), arrangement="row")
+    rows = PageGeometry(packed, 1, 0, row, len(dst))
+    placing = Placing.of(rows, np.arange(len(dst)), job.dst, dst, None, heads)
     size = rows.nbytes * len(job.names)
     return PackedPart(job.peer, job.names, placing, size, 1, ALIGNMENT, address, request_id)

@@ -5,25 +5,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from kvflow.errors import TransferError
-from kvflow.layouts.sharding import Ints
+from kvflow.transfers.cost import STRATEGIES, Strategy, choose, num_descriptors, ways
 from kvflow.transfers.executors.base import TransferReport
 from kvflow.transfers.executors.nixl_agent import Agent, Flight
+from kvflow.transfers.executors.nixl_direct import Post, direct_posts
 from kvflow.transfers.executors.nixl_door import Deadline, Door
 from kvflow.transfers.executors.nixl_landing import Landings
-from kvflow.transfers.executors.nixl_lists import (
-    WHOLE,
-    Index,
-    Peer,
-    Planned,
-    check_bounds,
-    same_pages,
-)
+from kvflow.transfers.executors.nixl_lists import Peer, Planned, check_bounds
 from kvflow.transfers.executors.nixl_parts import (
     Job,
     StagedPart,
@@ -34,27 +27,13 @@ from kvflow.transfers.executors.nixl_parts import (
 )
 from kvflow.transfers.executors.nixl_wire import Digest, Digested, Message, Pack, Packed, pack_runs
 from kvflow.transfers.executors.seal import digest_rows
-from kvflow.transfers.executors.slot_cuts import split_whole
-from kvflow.transfers.executors.strategy import STRATEGIES, Strategy, estimate
 from kvflow.transfers.lower import BoundPlan, SlotRuns
 from kvflow.transfers.plan import PlanPart
 
-_POST_NBYTES = 8 << 20
-_POST_ELEMENTS = 1 << 12
 _LANES_NBYTES = 16 << 20
 _ASK_AHEAD = 3
 
-
-@frozen(eq=False)
-class _Post:
-    """One request of direct reads: elements of a peer's prepared list."""
-
-    peer: Peer
-    grain: int
-    src: Index
-    dst: Index
-
-
+Stage = Literal["links", "copies"]
 T = TypeVar("T")
 
 
@@ -68,7 +47,8 @@ def _next(queue: deque[T]) -> T | None:
 
 @define(eq=False)
 class Pull:
-    """Moves what `bound` gives to `dst_rank`; used once. `strategy` forces one way for all."""
+    """Moves what `bound` gives to `dst_rank` over links, or what it copies from its neighbours;
+    used once. `strategy` forces one way for all."""
 
     door: Door
     bound: BoundPlan
@@ -76,11 +56,12 @@ class Pull:
     peers: Mapping[int, Peer]
     deadline: Deadline
     strategy: Strategy | None = None
+    stage: Stage = "links"
     _flights: list[Flight] = field(init=False, factory=list)
-    _used: set[str] = field(init=False, factory=set)
+    _used: set[Strategy] = field(init=False, factory=set)
     _nbytes: int = field(init=False, default=0)
     _num_descriptors: int = field(init=False, default=0)
-    _posts: deque[_Post] = field(init=False, factory=deque)
+    _posts: deque[Post] = field(init=False, factory=deque)
     _parts: deque[StagedPart] = field(init=False, factory=deque)
     _landings: list[Landings] = field(init=False, factory=list)
     _asked: list[int] = field(init=False, factory=list)
@@ -88,18 +69,13 @@ class Pull:
     def run(self, *, verify: bool) -> TransferReport:
         """Raises `TransferError`, or NIXL's exception, with nothing left unaccounted for."""
         begin = time.monotonic()
-        links = list(self.bound.links_to(self.dst_rank))
+        bound = self.bound
+        links = list((bound.links_to if self.stage == "links" else bound.copies_to)(self.dst_rank))
         jobs = list(self._jobs(links))
         try:
-            todo: dict[Strategy, list[Job]] = {s: [] for s in STRATEGIES}
-            for job in jobs:
-                self._nbytes += job.runs.num_tokens * job.dst.record.nbytes * len(job.names)
-                self._assign(job, todo)
-            for job in todo["direct"]:
-                self._add_direct(job, *job.runs.expand(), grain=1)
-            self._parts.extend(staged_parts(todo["stage"], self.door.landing.capacity))
+            packed = self._queue(jobs)
             self._read_all()
-            self._pack(todo["pack"])
+            self._pack(packed)
             self.door.wait(self._flights, self.deadline)
             verified = self._verify(jobs) if verify else None
         finally:
@@ -121,7 +97,8 @@ class Pull:
     def _jobs(self, links: list[tuple[PlanPart, int, SlotRuns]]) -> Iterator[Job]:
         """Components that look alike on both sides, together. All bounds are proven here."""
         plan = self.bound.plan
-        src, dst = Planned.of("source", plan.src), Planned.of("target", plan.dst)
+        dst = Planned("target", plan.dst)
+        src = Planned("source", plan.src) if self.stage == "links" else dst
         for part, rank, runs in links:
             if rank not in self.peers:
                 raise TransferError(
@@ -131,50 +108,43 @@ class Pull:
             for kind in peer.kinds(self.door.geometries):
                 if names := tuple(name for name in kind.names if name in wanted):
                     wanted -= set(names)
-                    src.check(kind.src, names)
-                    dst.check(kind.dst, names)
+                    src.check(kind.src, names, rank)
+                    dst.check(kind.dst, names, self.dst_rank)
                     check_bounds(kind, runs)
-                    yield Job(peer, names, runs, kind.src, kind.dst)
+                    job = Job(peer, kind, names, runs)
+                    self._nbytes += runs.num_tokens * job.row_nbytes * len(names)
+                    yield job
             if wanted:
                 raise TransferError(f"{peer.name} or this endpoint lacks {sorted(wanted)}")
 
-    def _assign(self, job: Job, todo: dict[Strategy, list[Job]]) -> None:
-        """Whole blocks go direct; what is left goes the cheapest way that staging allows."""
-        if self.strategy in (None, "direct") and same_pages(job.src, job.dst):
-            blocks, rest = split_whole(job.runs, job.src.block_size)
-            if len(blocks[0]):
-                self._used.add("direct")
-                self._add_direct(job, *blocks, grain=WHOLE)
-            job = evolve(job, runs=rest)
-        if not len(job.runs):
-            return
-        guess = estimate(self.door.costs, job.runs, job.src, job.dst, len(job.names))
-        chosen = self.strategy or guess.best(self._possible(job))
-        if chosen == "direct":
-            self._num_descriptors += guess.num_descriptors
-        self._used.add(chosen)
-        todo[chosen].append(job)
+    def _queue(self, jobs: list[Job]) -> list[Job]:
+        """Puts everything to read in place; returns what owners must pack first."""
+        staged: list[Job] = []
+        packed: list[Job] = []
+        for job in jobs:
+            for way, runs in self._ways(job):
+                self._used.add(way)
+                some = evolve(job, runs=runs)
+                if way == "stage":
+                    staged.append(some)
+                elif way == "pack":
+                    packed.append(some)
+                else:
+                    count = num_descriptors(way, runs, job.src, job.dst)
+                    self._num_descriptors += count * len(job.names)
+                    agent, mine = self.door.agent, self.door.geometries
+                    self._posts.extend(direct_posts(way, some, mine, agent))
+        self._parts.extend(staged_parts(staged, self.door.landing.capacity))
+        return packed
 
-    def _possible(self, job: Job) -> tuple[Strategy, ...]:
-        page, row = job.src.record.page_nbytes(job.src.block_size), job.src.record.nbytes
+    def _ways(self, job: Job) -> list[tuple[Strategy, SlotRuns]]:
+        if self.strategy is not None:
+            return ways(self.strategy, job.runs, job.src, job.dst)
         landing, owner = self.door.landing.capacity, job.peer.export.staging.nbytes
-        possible: list[Strategy] = ["direct"]
-        possible += ["stage"] if part_room(page, landing) else []
-        possible += ["pack"] if part_room(row, landing, owner) else []
-        return tuple(possible)
-
-    def _add_direct(self, job: Job, src: Ints, dst: Ints, *, grain: int) -> None:
-        unit = grain or job.src.block_size
-        lists = job.peer.lists(self.door.agent, self.door.geometries, grain)
-        here, there = lists.indices(job.names, src, dst)
-        if grain == WHOLE:
-            page = job.src.record.page_nbytes(job.src.block_size)
-            dense = page == job.src.block_stride == job.dst.block_stride
-            breaks = (np.diff(here) != 1) | (np.diff(there) != 1)
-            self._num_descriptors += 1 + int(breaks.sum()) if dense else len(here)
-        step = max(1, min(_POST_ELEMENTS, _POST_NBYTES // (unit * job.src.record.nbytes)))
-        for i in range(0, len(here), step):
-            self._posts.append(_Post(job.peer, grain, here[i : i + step], there[i : i + step]))
+        allowed: list[Strategy] = ["pages", "strided", "runs"]
+        allowed += ["stage"] if part_room(job.page_nbytes, landing) else []
+        allowed += ["pack"] if part_room(job.row_nbytes, landing, owner) else []
+        return choose(self.door.costs, job.runs, job.src, job.dst, len(job.names), allowed)
 
     def _landing(self, agent: Agent) -> Landings:
         self._landings.append(Landings(self.door, agent, self.deadline, self._flights))
@@ -196,9 +166,7 @@ class Pull:
         try:
             while post := _next(self._posts):
                 self.deadline.check("posting reads")
-                lists = post.peer.lists(lane, self.door.geometries, post.grain)
-                flight = lane.read_prepared(lists.local, post.dst, lists.remote, post.src)
-                self._flights.append(flight)
+                self._flights.append(post.post(lane))
             while part := _next(self._parts):
                 landings.fetch(part)
             landings.drain()
@@ -222,8 +190,8 @@ class Pull:
 
     def _ask_pack(self, job: Job) -> int:
         lease = max(self.deadline.left, 0)
-        runs = pack_runs(job.runs)
-        return self._ask(job.peer, lambda i: Pack(i, job.names, runs, lease))
+        runs, heads = pack_runs(job.runs), job.runs.src_heads
+        return self._ask(job.peer, lambda i: Pack(i, job.names, runs, lease, heads))
 
     def _ask(self, peer: Peer, make: Callable[[int], Message]) -> int:
         self._asked.append(self.door.ask(peer, make))
@@ -249,11 +217,16 @@ class Pull:
         pair that differs."""
         asked = []
         for job in jobs:
-            make = partial(Digest, components=job.names, runs=pack_runs(job.runs))
+            make = partial(
+                Digest,
+                components=job.names,
+                runs=pack_runs(job.runs),
+                heads=job.runs.src_heads,
+            )
             asked.append(self._ask(job.peer, make))
         for job, request_id in zip(jobs, asked, strict=True):
-            slots = job.runs.expand()[1]
-            mine = [digest_rows(self.door.cache.pages[name], slots) for name in job.names]
+            slots, heads = job.runs.expand()[1], job.runs.dst_heads
+            mine = [digest_rows(self.door.cache.pages[name], slots, heads) for name in job.names]
             reply = self.door.answer(job.peer, request_id, self.deadline)
             theirs = reply.digests if isinstance(reply, Digested) else ()
             for name, a, b in zip(job.names, theirs, mine, strict=True):

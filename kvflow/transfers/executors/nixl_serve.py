@@ -160,7 +160,8 @@ class Service:
             self.on_hello(message.export)
             return Welcome(message.id)
         slots = unpack_slots(message.runs)
-        digests = [digest_rows(self.cache.pages[n], slots) for n in self._known(message, slots)]
+        names, heads = self._known(message, slots), message.heads
+        digests = [digest_rows(self.cache.pages[n], slots, heads) for n in names]
         return Digested(message.id, tuple(digests))
 
     def _known(self, message: Pack | Digest, slots: Ints) -> tuple[str, ...]:
@@ -211,7 +212,8 @@ class Service:
             nonlocal offset
             slots = unpack_slots(request.runs)
             names = self._known(request, slots)
-            sizes = [len(slots) * self.cache.pages[n].record.nbytes for n in names]
+            records = [self.cache.pages[n].record for n in names]
+            sizes = [len(slots) * record.row_nbytes(request.heads) for record in records]
             offset = self.staging.lend(sum(sizes))
             if offset is None:
                 raise _NoRoomError
@@ -219,7 +221,7 @@ class Service:
             at, index = offset, torch.from_numpy(slots)
             for name, size in zip(names, sizes, strict=True):
                 rows = self.staging.slice(at, size).view(len(slots), -1)
-                gather_rows(self.cache.pages[name], index, rows)
+                gather_rows(self.cache.pages[name], index, rows, request.heads)
                 at += size
             return Packed(request.id, offset)
 

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 
 from kvflow.errors import KvflowError, TransferError
+from kvflow.layouts.pieces import Heads
 from kvflow.layouts.record import Field, Record
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.seal import seal, unseal
@@ -58,6 +59,7 @@ class Pack(msgspec.Struct, frozen=True, tag="pack"):
     components: tuple[str, ...]
     runs: bytes
     lease: float
+    heads: Heads | None = None
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -72,6 +74,7 @@ class Digest(msgspec.Struct, frozen=True, tag="digest"):
     id: int
     components: tuple[str, ...]
     runs: bytes
+    heads: Heads | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

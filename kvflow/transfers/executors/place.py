@@ -7,6 +7,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from kvflow.errors import PlanError
+from kvflow.layouts.pieces import Heads
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.lower import PageGeometry, paired_pieces
 
@@ -49,9 +50,16 @@ class Placing:
 
     @classmethod
     def of(
-        cls, src: PageGeometry, src_slots: Ints, dst: PageGeometry, dst_slots: Ints
+        cls,
+        src: PageGeometry,
+        src_slots: Ints,
+        dst: PageGeometry,
+        dst_slots: Ints,
+        src_heads: Heads | None = None,
+        dst_heads: Heads | None = None,
     ) -> "Placing":
-        """Token ``src_slots[i]`` goes to ``dst_slots[i]``; both have at least one."""
+        """Token ``src_slots[i]`` goes to ``dst_slots[i]``, in some heads of what either side
+        stores (default: all); both have at least one."""
         if len(src_slots) != len(dst_slots) or not len(src_slots):
             raise PlanError(f"{len(src_slots)} source slots for {len(dst_slots)} target slots")
         return cls(
@@ -60,7 +68,7 @@ class Placing:
                     _Items.at(src.address(src_slots, a), a.nbytes),
                     _Items.at(dst.address(dst_slots, b), b.nbytes),
                 )
-                for a, b in paired_pieces(src, dst)
+                for a, b in paired_pieces(src, dst, src_heads, dst_heads)
             )
         )
 

@@ -1,7 +1,7 @@
 """The torch executor: lowers a link once for all components that look alike, then copies bytes.
 
 On a CPU a link is byte ranges: whole pages and long runs are slices, short rows indexed items. On
-a GPU rows are gathered and scattered by the kernels.
+a GPU one kernel moves rows from pages to pages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from kvflow.errors import PlanError
+from kvflow.kernels.pages import PageView
 from kvflow.kernels.ranges import RangeCopy
-from kvflow.kernels.rows import PageView, gather_rows, scatter_rows
+from kvflow.kernels.rows import repack_rows
 from kvflow.layouts.pieces import Piece
 from kvflow.transfers.executors.base import RankCache, require_caches
-from kvflow.transfers.executors.slot_cuts import cut_runs, take_runs
 from kvflow.transfers.lower import (
     BoundPlan,
     Descriptors,
@@ -23,6 +23,7 @@ from kvflow.transfers.lower import (
     descriptors,
     paired_pieces,
 )
+from kvflow.transfers.slot_cuts import cut_runs, take_runs
 
 MAX_RANGES = 1 << 20
 """Byte ranges that are lowered at a time."""
@@ -40,12 +41,34 @@ class StridedExecutor:
         targets: Mapping[int, RankCache],
     ) -> None:
         require_caches(bound, sources, targets)
+        _check_pages(bound, sources, targets)
         for dst_rank, target in targets.items():
             for part, src_rank, runs in bound.links_to(dst_rank):
                 move_link(runs, part.components, sources[src_rank].pages, target.pages)
         for dst_rank, target in targets.items():
             for part, rank, runs in bound.copies_to(dst_rank):
                 move_link(runs, part.components, targets[rank].pages, target.pages)
+
+
+def _check_pages(
+    bound: BoundPlan, sources: Mapping[int, RankCache], targets: Mapping[int, RankCache]
+) -> None:
+    """Raises `PlanError` for a component of the plan without pages in a cache, or with fewer blocks
+    than its binding says the pool has."""
+    for part in bound.plan.parts:
+        for side, binding, group, caches, ranks in (
+            ("source", bound.src, part.src_group, sources, part.runs.src_rank),
+            ("target", bound.dst, part.dst_group, targets, part.runs.dst_rank),
+            ("target", bound.dst, part.dst_group, targets, part.copies.dst_rank),
+        ):
+            for rank in map(int, np.unique(ranks)):
+                for name in part.components:
+                    view, need = caches[rank].pages.get(name), binding.num_blocks[group]
+                    if view is None or view.num_blocks < need:
+                        raise PlanError(
+                            f"{name} has {view.num_blocks if view else 0} blocks in the cache of "
+                            f"{side} rank {rank}, the binding needs {need}"
+                        )
 
 
 def move_link(runs: SlotRuns, components: Iterable[str], src: Pages, dst: Pages) -> None:
@@ -123,8 +146,6 @@ def _pages(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> Descriptors:
 
 
 def _move_rows(runs: SlotRuns, src: PageView, dst: PageView) -> None:
-    src_slots, dst_slots = (
-        torch.from_numpy(slots).to(src.memory.device) for slots in runs.expand()
-    )
-    rows = gather_rows(src, src_slots, heads=runs.src_heads)
-    scatter_rows(dst, dst_slots, rows, runs.dst_heads)
+    device = src.memory.device
+    here, there = (torch.from_numpy(slots).to(device) for slots in runs.expand())
+    repack_rows(src, here, dst, there, runs.src_heads, runs.dst_heads)

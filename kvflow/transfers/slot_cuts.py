@@ -4,17 +4,8 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
-from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.lower import SlotRuns
-
-
-def split_whole(runs: SlotRuns, block_size: int) -> tuple[tuple[Ints, Ints], SlotRuns]:
-    """Runs between pages of one size, as (source ids, target ids) of the whole blocks and the
-    runs that are left."""
-    whole = runs.are_whole(block_size)
-    ids = page_of(runs.src[whole], block_size), page_of(runs.dst[whole], block_size)
-    return ids, take_runs(runs, ~whole)
 
 
 def take_runs(runs: SlotRuns, index: Ints | npt.NDArray[np.bool_]) -> SlotRuns:

@@ -1,0 +1,110 @@
+"""Direct reads: requests from source bytes to target bytes, by prepared list or by address."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from attrs import field, frozen
+
+from kvflow.layouts.paging import page_of
+from kvflow.layouts.sharding import Ints
+from kvflow.transfers.cost import Strategy
+from kvflow.transfers.executors.nixl_agent import Agent, Flight
+from kvflow.transfers.executors.nixl_lists import (
+    WHOLE,
+    Grain,
+    Index,
+    Kind,
+    Peer,
+    elements,
+    grains,
+)
+from kvflow.transfers.executors.nixl_parts import Job
+from kvflow.transfers.lower import PageGeometry, descriptors
+from kvflow.transfers.slot_cuts import take_runs
+
+POST_NBYTES = 8 << 20
+POST_ITEMS = 1 << 12
+
+Geometries = Mapping[str, PageGeometry]
+
+
+@frozen(eq=False)
+class Post:
+    """One request of direct reads. `mine` are the geometries of our cache."""
+
+    peer: Peer
+    mine: Geometries
+
+    def post(self, agent: Agent) -> Flight:
+        raise NotImplementedError
+
+
+@frozen(eq=False)
+class ListPost(Post):
+    """Elements `src` of a peer's prepared list to elements `dst` of ours."""
+
+    kind: Kind
+    grain: Grain
+    src: Index
+    dst: Index
+
+    def post(self, agent: Agent) -> Flight:
+        lists = self.peer.lists(agent, self.mine, self.kind, self.grain)
+        return agent.read_prepared(lists.local, self.dst, lists.remote, self.src)
+
+
+@frozen(eq=False)
+class AddressPost(Post):
+    """``nbytes[i]`` bytes from ``src[i]`` at the peer to ``dst[i]`` here."""
+
+    src: Ints = field()
+    dst: Ints = field()
+    nbytes: Ints = field()
+
+    def post(self, agent: Agent) -> Flight:
+        return agent.read(self.peer.name, self.src, self.dst, self.nbytes)
+
+
+def direct_posts(way: Strategy, job: Job, mine: Geometries, agent: Agent) -> Iterator[Post]:
+    """The requests of a job that goes as "pages", "strided" or "runs", each bounded in bytes and
+    items, so that lanes can share them."""
+    if way == "runs":
+        yield from _addressed(job, mine)
+        return
+    by_target = np.argsort(job.runs.dst, kind="stable")
+    runs = take_runs(job.runs, by_target)
+    if way == "pages":
+        size = job.src.block_size
+        both = page_of(runs.src, size), page_of(runs.dst, size)
+        yield from _listed(job, (WHOLE, None, None), both, size, mine, agent)
+        return
+    for tokens, some in grains(runs, job.src, job.dst):
+        grain = tokens, runs.src_heads, runs.dst_heads
+        yield from _listed(job, grain, elements(some, tokens), tokens, mine, agent)
+
+
+def _listed(
+    job: Job, grain: Grain, both: tuple[Ints, Ints], tokens: int, mine: Geometries, agent: Agent
+) -> Iterator[Post]:
+    lists = job.peer.lists(agent, mine, job.kind, grain)
+    src, dst = lists.indices(job.names, *both)
+    step = _step(tokens * job.row_nbytes)
+    for i in range(0, len(src), step):
+        some = slice(i, i + step)
+        yield ListPost(job.peer, mine, job.kind, grain, src[some], dst[some])
+
+
+def _addressed(job: Job, mine: Geometries) -> Iterator[Post]:
+    ranges = descriptors(job.runs, job.src, job.dst)
+    src, dst = ranges.src - job.src.base, ranges.dst - job.dst.base
+    step = _step(-(-ranges.total_nbytes // len(ranges)))
+    for name in job.names:
+        here, there = src + job.peer.geometries[name].base, dst + mine[name].base
+        for i in range(0, len(ranges), step):
+            some = slice(i, i + step)
+            yield AddressPost(job.peer, mine, here[some], there[some], ranges.nbytes[some])
+
+
+def _step(nbytes: int) -> int:
+    """Items of about `nbytes` each that make a request."""
+    return max(1, min(POST_ITEMS, POST_NBYTES // nbytes))
