@@ -6,8 +6,8 @@ parameters of layout values, never their methods.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from functools import singledispatch
+from collections.abc import Iterator
+from functools import lru_cache, singledispatch
 
 from attrs import define, frozen
 
@@ -221,23 +221,35 @@ def cells(
                     if holders and rank not in holders[0]:
                         continue
                     heads = heads_on(layout, record.num_heads, rank)
-                    page = page_cells(record, size, len(heads))
-                    places = _hand_places(hand, page, size, binding.tables[group.name], start)
-                    for token, block_id, (_, name, head), at in places:
+                    page = _cells_by_token(record, size, len(heads))
+                    table = binding.tables[group.name].tolist()
+                    for token, block_id, (_, name, head), at in _hand_places(
+                        hand, page, table, start
+                    ):
                         yield Cell(rank, component, name, heads[head], token, block_id, at)
 
 
+TokenCells = list[tuple[Place, tuple[int, ...]]]
+"""The places of one token in page, and where their bytes lie."""
+
+
+@lru_cache(256)
+def _cells_by_token(record: Record, block_size: int, num_heads: int) -> list[TokenCells]:
+    """`page_cells`, token by token; remembered, since all ranks and replicas fill such pages."""
+    tokens: list[TokenCells] = [[] for _ in range(block_size)]
+    for place, at in page_cells(record, block_size, num_heads).items():
+        tokens[place[0]].append((place, at))
+    return tokens
+
+
 def _hand_places(
-    hand: list[int], page: Mapping[Place, tuple[int, ...]], size: int, table: object, start: int
+    hand: list[int], by_offset: list[TokenCells], table: list[int], start: int
 ) -> Iterator[tuple[int, int, Place, tuple[int, ...]]]:
-    blocks = iter(table)  # type: ignore[call-overload]
-    by_offset: list[list[tuple[Place, tuple[int, ...]]]] = [[] for _ in range(size)]
-    for place, at in page.items():
-        by_offset[place[0]].append((place, at))
+    blocks, size = iter(table), len(by_offset)
     offset, block_id = size, -1
     for token in hand:
         if offset == size:
-            offset, block_id = 0, int(next(blocks))
+            offset, block_id = 0, next(blocks)
         if token >= start:
             for place, at in by_offset[offset]:
                 yield token, block_id, place, at
