@@ -11,6 +11,7 @@ from kvflow.errors import LayoutError
 from kvflow.kernels.checks import check_pairs, check_rows, check_slots, check_written_once
 from kvflow.kernels.host_rows import copy_run, gather_indexed, is_even, repack, scatter_indexed
 from kvflow.kernels.pages import PageView as PageView
+from kvflow.layouts.paging import PADDING_SLOT
 from kvflow.layouts.pieces import Heads
 from kvflow.transfers.lower import paired_pieces
 
@@ -96,3 +97,19 @@ def repack_rows(
         triton_rows.repack(src, src_slots, dst, dst_slots, pairs)
     else:
         repack(src, src_slots, dst, dst_slots, pairs)
+
+
+def fill_slots(captured: Tensor, slots: Tensor) -> None:
+    """Put the slots of a batch into a captured vector, which outlives it (a CUDA graph's input, of
+    the largest batch): what is left becomes padding, whatever an earlier batch wrote there.
+
+    captured: int64 [m]; slots: int64 [n], n <= m, on the same device. Raises `LayoutError` for any
+    other shape or dtype."""
+    fits = captured.ndim == slots.ndim == 1 and len(slots) <= len(captured)
+    if not fits or {captured.dtype, slots.dtype} != {torch.int64}:
+        raise LayoutError(
+            f"slots are {slots.dtype} {list(slots.shape)}, must be torch.int64 [n] for a captured "
+            f"{captured.dtype} {list(captured.shape)}"
+        )
+    captured[: len(slots)] = slots
+    captured[len(slots) :] = PADDING_SLOT

@@ -165,6 +165,19 @@ def test_j02_j03_padding_slots_reach_no_byte(name):
     assert torch.equal(pages.memory, before)
 
 
+@pytest.mark.parametrize("name", ["latent", "index planar"])
+def test_j01_j04_padding_rows_of_poison_reach_nothing(name):
+    """A captured batch of 4 with 1 live row: NaN in the others, slot 0 and guards stay."""
+    record = RECORDS[name]
+    pages = make_pages(record, num_blocks=3, offset=record.page_nbytes(4))
+    before, captured = pages.memory.clone(), torch.tensor([3, 9, 0, 6])
+    rows.fill_slots(captured, torch.tensor([5]))
+    poison = torch.full((4, record.nbytes), 0x7F, dtype=torch.uint8)
+    poison[0] = rows.gather_rows(pages, torch.tensor([5]))[0]
+    watched_scatter(pages, captured, poison)
+    assert torch.equal(pages.memory, before)
+
+
 def make_like(pages, memory):
     return rows.PageView(memory, pages.record, pages.block_size, pages.block_stride, pages.offset)
 

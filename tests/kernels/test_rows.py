@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvflow.errors import LayoutError
 from kvflow.kernels import rows as rows_module
-from kvflow.kernels.rows import PageView, gather_rows, scatter_rows
+from kvflow.kernels.rows import PageView, fill_slots, gather_rows, scatter_rows
 from kvflow.layouts.record import Field, Record, index_record, latent_record
 
 torch.set_num_threads(1)
@@ -160,6 +160,24 @@ def test_j03_guards_around_the_region_stay(record):
     packed = gather_rows(pages, torch.tensor([3, -1, 0, -1]))
     assert not packed[1].any()
     assert not packed[3].any()
+
+
+@pytest.mark.parametrize("record", [LATENT, INDEX])
+def test_j04_a_smaller_batch_leaves_no_stale_slot(record):
+    """Batch 4, then batch 2 in the same captured slots: rows 2 and 3 reach no live slot."""
+    pages = make_pages(record)
+    captured, packed = torch.empty(4, dtype=torch.int64), random_rows(4, record)
+    fill_slots(captured, torch.tensor([3, 9, 0, 6]))
+    scatter_rows(pages, captured, packed)
+    first = pages.memory.clone()
+    fill_slots(captured, torch.tensor([1, 10]))
+    assert captured.tolist() == [1, 10, -1, -1]
+    scatter_rows(pages, captured, torch.full_like(packed, 0x7F))
+    assert torch.equal(gather_rows(pages, torch.tensor([3, 9, 0, 6])), packed)
+    changed = (pages.memory != first).nonzero().view(-1).tolist()
+    assert set(changed) <= {*addresses_of(pages, 1), *addresses_of(pages, 10)}
+    with pytest.raises(LayoutError, match=r"int64 \[5\].*int64 \[4\]"):
+        fill_slots(captured, torch.zeros(5, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
