@@ -121,6 +121,22 @@ def test_pairs_that_systems_meet(src, dst, back):
     check_move(StridedExecutor(), *sides, (0, 53))
 
 
+def test_a_prefill_block_moves_into_hisparse_pools():
+    """Latent and indexer pages of one block table land in groups that overlay one device pool, no
+    block id in two of them, and go back."""
+    shape = evolve(SHAPE, num_layers=4, num_blocks=9, block_size=8, full_layers=(0, 2))
+    pool = entry("vllm.hisparse_device").order(shape)
+    packed = KVLayout.uniform(pool.layout.spec, Placement.simple(Replicated()), Paged(16))
+    block = block_outermost(packed, 0, {"kv": 3}, multiple=64)
+    groups = [g.name for g in pool.layout.groups]
+    assert groups == ["indexer", "resident.0", "resident.1"]
+    ids = {name: [i, i + 3, i + 6] for i, name in enumerate(groups)}
+    there = Binding.of(pool.layout, ids, pool.num_blocks, 21)
+    sides = [(bound(block, 21), caches(block)), (there, caches(pool))]
+    for (src, here), (dst, other) in (sides, sides[::-1]):
+        check_law(StridedExecutor(), src, dst, (3, 21), make_source=here, make_target=other)
+
+
 # --- the page that gives wrong tokens elsewhere ---------------------------------------------------
 
 

@@ -25,21 +25,18 @@ def _wheel(where: str, says: str) -> Source:
     return Source("vLLM", "v0.32.0", where, says)
 
 
-def _ordered(name: str, nhd: str = "") -> Source:
-    also = f" ({nhd} is its old name)" if nhd else ""
-    return _wheel(
-        LAYOUT,
-        f"{name}{also} orders layers, blocks, heads, tokens and content; content is the key and "
-        "the value of one head, and each stride is the product of the sizes inside it",
-    )
-
-
+FIVE_AXES = _wheel(
+    LAYOUT,
+    "the name is the order of layers, blocks, heads, tokens and content (NHD and HND are LBNHC and "
+    "LBHNC); content is the key and the value of one head, each stride is the product of the sizes "
+    "inside it",
+)
 PACKED = (
     Entry(
         "vllm.lbnhc",
         "gqa",
         "L B t h v e",
-        _ordered("LBNHC", "NHD"),
+        FIVE_AXES,
         Golden(LLAMA, 131_072, 65_536, 65_536_000, 65_536, 2_097_152_000),
         note="K and V together, layer outermost; the default",
     ),
@@ -47,7 +44,7 @@ PACKED = (
         "vllm.lbhnc",
         "gqa",
         "L B h t v e",
-        _ordered("LBHNC", "HND"),
+        FIVE_AXES,
         Golden(LLAMA, 131_072, 65_536, 65_536_000, 65_536, 2_097_152_000),
         note="K and V together, layer outermost",
     ),
@@ -55,7 +52,7 @@ PACKED = (
         "vllm.blnhc",
         "gqa",
         "B L t h v e",
-        _ordered("BLNHC"),
+        FIVE_AXES,
         Golden(LLAMA, 131_072, 65_536, 65_536, 2_097_152, 2_097_152_000),
         note="block outermost: one block of all layers is one run of bytes",
     ),
@@ -63,7 +60,7 @@ PACKED = (
         "vllm.blhnc",
         "gqa",
         "B L h t v e",
-        _ordered("BLHNC"),
+        FIVE_AXES,
         Golden(LLAMA, 131_072, 65_536, 65_536, 2_097_152, 2_097_152_000),
         note="block outermost",
     ),
@@ -71,7 +68,7 @@ PACKED = (
         "vllm.bhlnc",
         "gqa",
         "B h L t v e",
-        _ordered("BHLNC"),
+        FIVE_AXES,
         Golden(LLAMA, 131_072, 65_536, 8_192, 2_097_152, 2_097_152_000),
         note="block outermost, a head of all layers together: pages of layers interlace",
     ),
@@ -79,7 +76,7 @@ PACKED = (
         "vllm.lhbnc",
         "gqa",
         "L h B t v e",
-        _ordered("LHBNC"),
+        FIVE_AXES,
         Golden(LLAMA, 131_072, 65_536, 65_536_000, 8_192, 2_097_152_000),
         note="a head of all blocks together: pages of blocks interlace",
     ),
