@@ -17,7 +17,7 @@ from kvflow.engine.messages import RunStep, Source, StepDone, StepItem
 from kvflow.engine.sampling import Sampled
 from kvflow.errors import KvflowError
 from kvflow.layouts.layout import KVLayout
-from kvflow.transfers.planner import plan_transfer
+from kvflow.transfers.handshake import Agreement, agree
 
 
 @define(eq=False)
@@ -40,7 +40,8 @@ class _Prefill:
 
 @define(eq=False)
 class PrefillEngine:
-    """`send_step` hands a step to all ranks; their `StepDone` come back to `on_step_done`."""
+    """`send_step` hands a step to all ranks; their `StepDone` come back to `on_step_done`. Raises
+    `ContentMismatch` at construction unless `target` can take every component of `layout`."""
 
     layout: KVLayout
     num_ranks: int
@@ -52,6 +53,7 @@ class PrefillEngine:
     num_steps: int = field(init=False, default=0)
     model_seconds: float = field(init=False, default=0.0)
     pools: dict[str, BlockPool] = field(init=False)
+    _terms: Agreement = field(init=False)
     _waiting: deque[_Prefill] = field(init=False, factory=deque)
     _running: list[_Prefill] = field(init=False, factory=list)
     _held: dict[str, _Prefill] = field(init=False, factory=dict)
@@ -60,7 +62,7 @@ class PrefillEngine:
 
     def __attrs_post_init__(self) -> None:
         self.pools = {name: BlockPool(n) for name, n in self.num_blocks.items()}
-        plan_transfer(self.layout, self.target, (0, 0))  # refuses caches of another content
+        self._terms = agree(self.layout, self.target)
 
     # --- requests
 
@@ -97,7 +99,7 @@ class PrefillEngine:
         length = len(work.request.prompt) if work is not None else 0
         if work is None or work.done < length or work.aborted:
             raise KvflowError(f"request {request_id!r} has no prefilled KV to read")
-        plan = plan_transfer(self.layout, self.target, (0, length))
+        plan = self._terms.plan((0, length))
         work.unread = {src_rank for src_rank, _ in plan.links}
         return Source(work.tables, length, plan.digest)
 

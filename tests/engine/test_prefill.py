@@ -27,7 +27,8 @@ CONFIG = {
     "index_head_dim": 4,
     "indexer_types": ["full"],
 }
-SPEC = KVCacheSpec.from_config(CONFIG, kv_dtype="float32")
+CONTENT = {"model": "toy", "weights": "ours"}
+SPEC = KVCacheSpec.from_config(CONFIG, kv_dtype="float32", content=CONTENT)
 TARGET = KVLayout.uniform(SPEC, Placement.simple(Replicated()), Paged(8))
 
 
@@ -305,8 +306,17 @@ def test_an_id_in_use_is_refused():
 
 
 def test_caches_of_other_content_are_refused_at_construction():
-    other = KVCacheSpec.from_config(CONFIG, kv_dtype="float32", content={"weights": "others"})
-    with pytest.raises(ContentMismatch):
+    content = CONTENT | {"weights": "others"}
+    other = KVCacheSpec.from_config(CONFIG, kv_dtype="float32", content=content)
+    with pytest.raises(ContentMismatch, match="'weights': source has 'ours', target 'others'"):
+        Play(target=KVLayout.uniform(other, Placement.simple(Replicated()), Paged(8)))
+
+
+def test_fault_b10_a_target_with_an_mtp_layer_that_prefill_lacks_is_refused():
+    other = KVCacheSpec.from_config(
+        CONFIG | {"num_nextn_predict_layers": 1}, kv_dtype="float32", content=CONTENT
+    )
+    with pytest.raises(ContentMismatch, match=r"'component indexer\.1': source has nothing"):
         Play(target=KVLayout.uniform(other, Placement.simple(Replicated()), Paged(8)))
 
 
