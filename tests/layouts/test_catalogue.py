@@ -201,12 +201,18 @@ def test_an_unknown_name_is_refused():
         entry("vllm.nhd")
 
 
+def test_a_worker_beyond_the_workers_is_refused():
+    with pytest.raises(LayoutError, match="worker 2, must be below 2 workers"):
+        Shape(num_workers=2, worker=2)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "complaint"),
     [
         ("vllm.cpu_amx", Shape(block_size=24), "24 steps of 't' in tiles of 16"),
         ("sglang.mha_vectorized", Shape(head_dim=12), "12 steps of 'e' in tiles of 8"),
         ("vllm.indexer_shuffled", Shape(block_size=8), "tiles of 16 do not divide the 8 steps"),
+        ("vllm.nvfp4_ds_mla", Shape(latent_rank=40), "latent_rank 40, must be a multiple of 16"),
     ],
 )
 def test_shapes_that_a_layout_cannot_have_are_refused(name, shape, complaint):

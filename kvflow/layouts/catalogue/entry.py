@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from attrs import evolve, field, frozen
 
+from kvflow.errors import LayoutError
 from kvflow.layouts.arrangement import Arrangement, Plane
 from kvflow.layouts.catalogue.axes import Placed, place_axes
 from kvflow.layouts.layout import KVLayout
@@ -38,6 +39,10 @@ class Shape:
     chunk_blocks: int = field(default=2, converter=integer, validator=positive)
     num_workers: int = field(default=1, converter=integer, validator=positive)
     worker: int = field(default=0, converter=integer, validator=not_negative)
+
+    def __attrs_post_init__(self) -> None:
+        if self.worker >= self.num_workers:
+            raise LayoutError(f"worker {self.worker}, must be below {self.num_workers} workers")
 
     @property
     def indexed(self) -> tuple[int, ...]:
@@ -77,8 +82,9 @@ Page = Callable[[Shape], Arrangement]
 class Entry:
     """One layout of the field: what it holds (entries of one `family` hold the same components at
     the same shape), and its `axes` in memory, those of V apart where they differ. `page` is the
-    arrangement behind the word ``page``; `block_multiple` rounds the slowest axis up; a `chunked`
-    entry's blocks hold `chunk_blocks` device blocks. `custom` places pages that no axes describe.
+    arrangement behind the word ``page``; `block_multiple` rounds the slowest axis up; blocks of a
+    `chunked` entry hold `chunk_blocks` device blocks, of whose tokens ``t*`` is a tile. `custom`
+    places pages that no axes describe.
     """
 
     name: str
@@ -98,12 +104,13 @@ class Entry:
         for a shape that it cannot have."""
         if self.custom is not None:
             return self.custom(self, shape)
+        entry = evolve(self, axes=self.axes.replace("t*", f"t{shape.block_size}"))
         if self.chunked:
             shape = evolve(shape, block_size=shape.block_size * shape.chunk_blocks)
         components: list[Component] = []
         places: dict[str, Place] = {}
         sizes: dict[str, int] = {}
-        for component, axes in FAMILIES[self.family](self, shape):
+        for component, axes in FAMILIES[self.family](entry, shape):
             at = {"v": int(component.kind == "value"), "w": shape.worker}
             at["L"] = sum(c.kind == component.kind for c in components)
             region = _region(axes.regions, at)
@@ -114,12 +121,6 @@ class Entry:
         layout = one_rank(KVCacheSpec(components), shape.block_size)
         blocks = {GROUP: shape.num_blocks}
         return MemoryOrder.placed(layout, 0, blocks, places, sizes=sizes)
-
-    def said(self, text: str, shape: Shape) -> str:
-        """Axes with the numbers of a shape; ``t*`` is a tile of one device block's tokens."""
-        return text.replace(
-            "t*", f"t{shape.block_size // (shape.chunk_blocks * self.chunked or 1)}"
-        )
 
 
 def _region(axes: str, at: dict[str, int]) -> str:
@@ -149,7 +150,7 @@ def _gqa(entry: Entry, shape: Shape) -> list[tuple[Component, Placed]]:
     pairs = []
     for layer in range(shape.num_layers):
         for kind, text in (("key", entry.axes), ("value", entry.value_axes or entry.axes)):
-            axes = place_axes(entry.said(text, shape), sizes, unit, entry.block_multiple)
+            axes = place_axes(text, sizes, unit, entry.block_multiple)
             held = Field(kind, shape.dtype, shape.head_dim, shape.num_kv_heads)
             component = Component(kind, layer, Record((held,), axes.order))  # type: ignore[arg-type]
             pairs.append((component, axes))
@@ -163,7 +164,7 @@ def _rows(
     sizes = _sizes(shape, len(layers), f=1, e=1)
     if entry.page is None:
         unit = Record(fields).nbytes
-        axes = place_axes(entry.said(entry.axes, shape), sizes, unit, entry.block_multiple)
+        axes = place_axes(entry.axes, sizes, unit, entry.block_multiple)
         record = Record(fields, axes.order)
     else:
         record = Record(fields, entry.page(shape))
@@ -186,6 +187,8 @@ def _mla_fp8(entry: Entry, shape: Shape) -> list[tuple[Component, Placed]]:
 
 
 def _mla_nvfp4(entry: Entry, shape: Shape) -> list[tuple[Component, Placed]]:
+    if shape.latent_rank % 16:
+        raise LayoutError(f"latent_rank {shape.latent_rank}, must be a multiple of 16 for NVFP4")
     return _latent(
         entry,
         shape,
