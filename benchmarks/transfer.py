@@ -28,9 +28,9 @@ from kvflow.layouts.mesh import Placement  # noqa: E402
 from kvflow.layouts.paging import Paged  # noqa: E402
 from kvflow.layouts.sharding import Replicated, RoundRobin  # noqa: E402
 from kvflow.layouts.spec import GLM_5_3, KVCacheSpec  # noqa: E402
+from kvflow.transfers.cost import STRATEGIES  # noqa: E402
 from kvflow.transfers.executors.base import RankCache  # noqa: E402
 from kvflow.transfers.executors.nixl_agent import Agent  # noqa: E402
-from kvflow.transfers.cost import STRATEGIES  # noqa: E402
 from kvflow.transfers.lower import BoundPlan  # noqa: E402
 from kvflow.transfers.planner import plan_transfer  # noqa: E402
 

@@ -26,6 +26,12 @@ def _parser() -> argparse.ArgumentParser:
     examine = commands.add_parser("doctor", help=_run_doctor.__doc__, description=doctor.__doc__)
     examine.add_argument("--json", action="store_true", help="for programs")
     examine.set_defaults(run=_run_doctor)
+    gauge = commands.add_parser("calibrate", help=_run_calibrate.__doc__)
+    gauge.add_argument("path", type=Path, nargs="?", default=Path("kvflow-costs.json"))
+    gauge.add_argument("--force", action="store_true", help="overwrite the file")
+    gauge.add_argument("--tokens", type=int, default=4096, help="size of the payload moved")
+    gauge.add_argument("--rounds", type=int, default=7, help="repetitions; their median counts")
+    gauge.set_defaults(run=_run_calibrate)
     told = commands.add_parser("explain", help=_run_explain.__doc__, description=LAYOUTS)
     _add_transfer(told)
     told.add_argument("--costs", type=Path, help="JSON of the measured costs of a transport")
@@ -59,6 +65,23 @@ def _run_doctor(options: argparse.Namespace) -> int:
     else:
         print(doctor.as_text(findings))
     return 0 if doctor.works(findings) else 1
+
+
+def _run_calibrate(options: argparse.Namespace) -> int:
+    """measure what NIXL and local copies cost here, for `explain --costs` and launch options"""
+    if options.path.exists() and not options.force:
+        print(f"{options.path} exists: give --force to overwrite it", file=sys.stderr)
+        return 1
+    from kvflow.transfers.executors.nixl import settle_environment
+
+    settle_environment()
+    from kvflow import calibrate
+
+    costs = calibrate.measure(options.tokens, options.rounds)
+    print(calibrate.as_text(costs))
+    options.path.write_text(costs.to_json())
+    print(f"written to {options.path}")
+    return 0
 
 
 def _run_explain(options: argparse.Namespace) -> int:

@@ -27,6 +27,8 @@ from kvflow.transfers.slot_cuts import take_runs
 
 Strategy = Literal["pages", "strided", "runs", "stage", "pack"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+DIRECT: tuple[Strategy, ...] = ("pages", "strided", "runs")
+"""Those that need no staging."""
 
 
 def _seconds(instance: object, attribute: object, value: float) -> None:
@@ -136,7 +138,7 @@ def estimate_way(
 ) -> Estimate:
     """Of runs that all go one way."""
     payload, n = runs.num_tokens * src.record.row_nbytes(runs.src_heads), num_components
-    if way in ("pages", "strided", "runs"):
+    if way in DIRECT:
         count = num_descriptors(way, runs, src, dst)
         return Estimate(costs.wire.seconds(n * count, n * payload), n * count)
     pairs = paired_pieces(src, dst, runs.src_heads, runs.dst_heads)

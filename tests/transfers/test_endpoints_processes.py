@@ -12,9 +12,9 @@ from endpoint_worlds import nixl_world, pair, same_bytes, source_cache, target_c
 from nixl_child import Child
 
 from kvflow.errors import TransferError
+from kvflow.transfers.cost import STRATEGIES
 from kvflow.transfers.executors.nixl_wire import Pack, pack_runs
 from kvflow.transfers.executors.reference import ReferenceExecutor
-from kvflow.transfers.cost import STRATEGIES
 
 pytestmark = pytest.mark.processes
 PAIR = {"tokens": (5, 900), "interleave": 1, "blocks": (16, 64)}
@@ -118,7 +118,10 @@ def test_d01_d03_a_silent_peer_leaves_the_target_unquiesced_until_it_ends():
     child = Child.start(options, **tcp)
     receiver = nixl_world(**tcp)(target_cache(bound))
     peers = {0: receiver.connect(child.exports[0])}
-    receiver._peers[peers[0]].lists(receiver._agent, receiver._door.geometries, "page")
+    peer, mine = receiver._peers[peers[0]], receiver._door.geometries
+    for kind in peer.kinds(mine):  # preparing a list may need the owner's answer
+        for grain in (0, 1, 32):
+            peer.lists(receiver._agent, mine, kind, (grain, None, None))
     os.kill(child.process.pid, signal.SIGSTOP)
     try:
         with pytest.raises(TransferError, match=r"did not end within 0\.500 s"):

@@ -39,8 +39,9 @@ class NixlEndpoint:
     staging_nbytes: size of each of two areas, one to pack rows for readers and one to receive
     into. label: of two endpoints with one label the younger replaces the older at its peers; by
     default nobody is replaced. progress: "poll" has a thread that sleeps until something arrives,
-    "none" leaves progress to the service thread. num_lanes: agents that read in
-    parallel. ucx: parameters of the UCX backend. Raises `TransferError` if
+    "none" leaves progress to the service thread. costs: what the choice of a way goes by.
+    num_lanes: agents that read in parallel. max_descriptors: a pull that would give the transport
+    more is refused. ucx: parameters of the UCX backend. Raises `TransferError` if
     NIXL is not installed.
     """
 
@@ -53,6 +54,7 @@ class NixlEndpoint:
     costs: Costs = field(factory=Costs)
     connect_timeout: float = 10.0
     num_lanes: int = 2
+    max_descriptors: int = 1 << 22
     generation: int = field(init=False, factory=time.time_ns)
     _agent: Agent = field(init=False, repr=False)
     _door: Door = field(init=False, repr=False)
@@ -78,6 +80,7 @@ class NixlEndpoint:
             landing,
             service,
             self.costs,
+            self.max_descriptors,
         )
 
     def _register(self, agent: Agent, landing: StagingArea) -> None:

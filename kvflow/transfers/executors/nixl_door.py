@@ -59,6 +59,7 @@ class Door:
     landing: StagingArea
     service: Service
     costs: Costs
+    max_descriptors: int
     landing_bytes: Bytes = field(init=False)
     page_bytes: Mapping[str, Bytes] = field(init=False)
     _landing_lists: dict[tuple[str, int], Any] = field(init=False, factory=dict)

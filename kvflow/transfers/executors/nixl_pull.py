@@ -9,8 +9,8 @@ from typing import Literal, TypeVar
 
 from attrs import define, evolve, field
 
-from kvflow.errors import TransferError
-from kvflow.transfers.cost import STRATEGIES, Strategy, choose, num_descriptors, ways
+from kvflow.errors import CapacityError, TransferError
+from kvflow.transfers.cost import DIRECT, STRATEGIES, Strategy, choose, num_descriptors, ways
 from kvflow.transfers.executors.base import TransferReport
 from kvflow.transfers.executors.nixl_agent import Agent, Flight
 from kvflow.transfers.executors.nixl_direct import Post, direct_posts
@@ -119,23 +119,25 @@ class Pull:
 
     def _queue(self, jobs: list[Job]) -> list[Job]:
         """Puts everything to read in place; returns what owners must pack first."""
-        staged: list[Job] = []
-        packed: list[Job] = []
+        todo: dict[Strategy, list[Job]] = {s: [] for s in STRATEGIES}
         for job in jobs:
             for way, runs in self._ways(job):
-                self._used.add(way)
-                some = evolve(job, runs=runs)
-                if way == "stage":
-                    staged.append(some)
-                elif way == "pack":
-                    packed.append(some)
-                else:
-                    count = num_descriptors(way, runs, job.src, job.dst)
-                    self._num_descriptors += count * len(job.names)
-                    agent, mine = self.door.agent, self.door.geometries
-                    self._posts.extend(direct_posts(way, some, mine, agent))
-        self._parts.extend(staged_parts(staged, self.door.landing.capacity))
-        return packed
+                todo[way].append(evolve(job, runs=runs))
+        self._used = {way for way, some in todo.items() if some}
+        direct = [(w, job) for w in DIRECT for job in todo[w]]
+        self._num_descriptors = sum(
+            num_descriptors(way, job.runs, job.src, job.dst) * len(job.names) for way, job in direct
+        )
+        if self._num_descriptors > self.door.max_descriptors:
+            raise CapacityError(
+                f"{self._num_descriptors} descriptors for {self._nbytes} bytes, at most "
+                f"{self.door.max_descriptors} are allowed: stage or pack, or pull fewer tokens"
+            )
+        for way, job in direct:
+            posts = direct_posts(way, job, self.door.geometries, self.door.agent)
+            self._posts.extend(posts)
+        self._parts.extend(staged_parts(todo["stage"], self.door.landing.capacity))
+        return todo["pack"]
 
     def _ways(self, job: Job) -> list[tuple[Strategy, SlotRuns]]:
         if self.strategy is not None:

@@ -1,0 +1,260 @@
+"""The cost model: counts against lowering, prices by hand, choices by constants."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from planning import bound as bind
+from planning import dcp, whole
+
+from kvflow.errors import PlanError
+from kvflow.layouts.layout import Binding, KVLayout
+from kvflow.layouts.mesh import Placement
+from kvflow.layouts.paging import Paged
+from kvflow.layouts.record import Field, Record
+from kvflow.layouts.sharding import Replicated, RoundRobin
+from kvflow.layouts.spec import GLM_5_3, KVCacheSpec, index_record
+from kvflow.testing import Case, cases
+from kvflow.transfers.cost import (
+    DIRECT,
+    STRATEGIES,
+    Costs,
+    Estimate,
+    Rate,
+    choose,
+    estimate,
+    num_descriptors,
+    ways,
+)
+from kvflow.transfers.executors.nixl_wire import pack_runs
+from kvflow.transfers.lower import BoundPlan, PageGeometry, SlotRuns, descriptors
+from kvflow.transfers.planner import plan_transfer
+from kvflow.transfers.predict import predict, total
+
+ROW = Record((Field("x", "uint8", 10),))
+PLANES = index_record("fp8", index_dim=4)
+NONE = Rate(0, 0)
+
+
+def pages(record: Record, block_size: int, num_blocks: int = 8) -> PageGeometry:
+    return PageGeometry(record, block_size, 0, record.page_pitch(block_size), num_blocks)
+
+
+def slot_runs(*runs: tuple[int, int, int, int, int]) -> SlotRuns:
+    return SlotRuns(*(np.array(column, np.int64) for column in zip(*runs, strict=True)))
+
+
+def links(case: Case) -> Iterator[tuple[SlotRuns, PageGeometry, PageGeometry]]:
+    bound = BoundPlan(plan_transfer(case.src.layout, case.dst.layout, case.tokens), *_sides(case))
+    for dst_rank in bound.dst.layout.ranks:
+        for part, src_rank, runs in bound.links_to(dst_rank):
+            for name in part.components:
+                ends = []
+                for side, group, rank in (
+                    (bound.src, part.src_group, src_rank),
+                    (bound.dst, part.dst_group, dst_rank),
+                ):
+                    size = side.layout.group(group).paging.block_size
+                    record = side.layout.local_record(name, rank)
+                    ends.append(pages(record, size, side.num_blocks[group]))
+                yield runs, *ends
+
+
+def _sides(case: Case) -> tuple[Binding, Binding]:
+    return case.src, case.dst
+
+
+# --- descriptors ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(max_tokens=40, max_shards=3))
+def test_counts_are_those_of_lowering(case: Case) -> None:
+    """Without building a descriptor: never fewer than lowering leaves after merging everything,
+    exactly as many where a page has one piece, and pages need no more than strided lists."""
+    for runs, src, dst in links(case):
+        count = num_descriptors("runs", runs, src, dst)
+        lowered = len(descriptors(runs, src, dst))
+        assert count >= lowered
+        if len(src.record.pieces(src.block_size)) == len(dst.record.pieces(dst.block_size)) == 1:
+            assert count == lowered
+        assert num_descriptors("strided", runs, src, dst) >= count
+        whole_ways = ways("pages", runs, src, dst)
+        assert sum(num_descriptors(w, r, src, dst) for w, r in whole_ways) >= count
+        for strategy in STRATEGIES:
+            parts = ways(strategy, runs, src, dst)
+            assert sum(r.num_tokens for _, r in parts) == runs.num_tokens
+
+
+def test_planar_pages_are_one_piece_as_pages_and_two_as_rows() -> None:
+    runs, at = slot_runs((0, 1, 8, 1, 4), (8, 1, 20, 1, 4)), pages(PLANES, 4)
+    assert num_descriptors("pages", runs, at, at) == 2
+    assert num_descriptors("runs", runs, at, at) == 2
+    assert num_descriptors("strided", runs, at, at) == 4
+
+
+def test_neighbouring_pages_merge_unless_there_is_a_gap() -> None:
+    runs, at = slot_runs((0, 1, 8, 1, 4), (4, 1, 12, 1, 4), (16, 1, 16, 1, 4)), pages(ROW, 4)
+    assert [num_descriptors(w, runs, at, at) for w in DIRECT] == [2, 2, 2]
+    apart = evolve(at, block_stride=50)
+    assert [num_descriptors(w, runs, apart, at) for w in DIRECT] == [3, 3, 3]
+
+
+def test_fault_k08_descriptors_of_64k_tokens_before_and_after_merging() -> None:
+    """78 layers (and MTP, and indexers: 101 components), blocks of 64: the count is a function of
+    the plan, known before a byte moves, and contiguous blocks are merged."""
+    spec = KVCacheSpec.from_config(GLM_5_3)
+    src, dst = (
+        KVLayout.uniform(spec, Placement.simple(s), Paged(64))
+        for s in (RoundRobin(8, 64), Replicated())
+    )
+    plan = plan_transfer(src, dst, (0, 65536))
+    num_pages = 101 * 65536 // 64
+    counts = _of_tables(plan, "contiguous")  # I=64: neighbours are on other ranks
+    assert counts["pages"].num_descriptors == num_pages
+    assert counts["strided"].num_descriptors == num_pages + 22 * 1024
+    one = KVLayout.uniform(spec, Placement.simple(Replicated()), Paged(64))
+    plan = plan_transfer(one, dst, (0, 65536))
+    assert _of_tables(plan, "random")["pages"].num_descriptors > num_pages * 0.99
+    assert _of_tables(plan, "contiguous")["pages"].num_descriptors == 101
+    rows = plan_transfer(evolve_interleave(src), dst, (0, 65536))
+    counts = _of_tables(rows, "random")
+    assert counts["strided"].num_descriptors == 65536 * (79 + 2 * 22)
+    assert counts["stage"].num_descriptors == num_pages
+
+
+def evolve_interleave(layout: KVLayout) -> KVLayout:
+    return evolve(layout, placement=Placement.simple(RoundRobin(8, 1)))
+
+
+def _of_tables(plan, order: str) -> dict[str, Estimate]:
+    rng, sides = np.random.default_rng(0), []
+    for layout in (plan.src, plan.dst):
+        need = layout.num_blocks_for(plan.tokens[1])
+        tables = {g: rng.permutation(n) if order == "random" else range(n) for g, n in need.items()}
+        sides.append(Binding.of(layout, tables, need, plan.tokens[1]))
+    return dict(total(predict(BoundPlan(plan, *sides), Costs()))[0])
+
+
+@pytest.mark.parametrize("num_tokens", [15_000 // 8 * 8, 1 << 20])
+def test_fault_k09_runs_and_messages_do_not_grow_with_descriptors(num_tokens: int) -> None:
+    """One strided run a target page at most, whatever the number of row descriptors; a pack
+    request says them in 24 bytes a run, joined where the source is contiguous."""
+    spec = KVCacheSpec.from_config(dict(GLM_5_3, num_hidden_layers=3))
+    src, dst = (
+        KVLayout.uniform(spec, Placement.simple(s), Paged(64))
+        for s in (RoundRobin(8), Replicated())
+    )
+    plan = plan_transfer(src, dst, (0, num_tokens))
+    num_pages = -(-num_tokens // 64)
+    assert plan.num_runs <= 8 * num_pages
+    need = [side.num_blocks_for(num_tokens) for side in (src, dst)]
+    bound = BoundPlan(
+        plan,
+        *(
+            Binding.of(side, {"kv": np.arange(n["kv"])}, n, num_tokens)
+            for side, n in zip((src, dst), need, strict=True)
+        ),
+    )
+    runs = bound.link(plan.parts[0], 3, 0)
+    assert runs.num_tokens == num_tokens // 8
+    assert len(runs) == num_pages
+    assert len(pack_runs(runs)) == 24
+    shuffled = Binding.of(src, {"kv": np.arange(need[0]["kv"])[::-1]}, need[0], num_tokens)
+    runs = BoundPlan(plan, shuffled, bound.dst).link(plan.parts[0], 3, 0)
+    assert len(pack_runs(runs)) == 24 * -(-num_tokens // 8 // 64)
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+def test_prices_by_hand() -> None:
+    """Tokens 0..11 of 10 bytes, every second one: 6 rows from two source pages of 4."""
+    runs = slot_runs((0, 1, 0, 2, 4), (4, 1, 8, 2, 2))
+    src, dst = pages(ROW, 4), pages(ROW, 8)
+    wire_items, wire_bytes = Costs(Rate(1, 0), NONE, 0), Costs(Rate(0, 1), NONE, 0)
+    copied, copied_bytes = Costs(NONE, Rate(1, 0), 0), Costs(NONE, Rate(0, 1), 0)
+    waits = Costs(NONE, NONE, 5)
+    by_hand = {
+        "strided": (6, 60, 0, 0, 0),
+        "runs": (6, 60, 0, 0, 0),
+        "pages": (6, 60, 0, 0, 0),
+        "stage": (2, 80, 6, 60, 0),
+        "pack": (1, 60, 12, 120, 5),
+    }
+    for strategy, seconds in by_hand.items():
+        for costs, one in zip(
+            (wire_items, wire_bytes, copied, copied_bytes, waits), seconds, strict=True
+        ):
+            assert estimate(costs, strategy, runs, src, dst).seconds == one, strategy
+            three = estimate(costs, strategy, runs, src, dst, 3).seconds
+            fixed = strategy == "pack" and costs in (wire_items, waits)
+            assert three == (one if fixed else 3 * one)
+
+
+def test_the_choice_follows_the_constants() -> None:
+    runs, src, dst = slot_runs((0, 1, 0, 2, 4), (4, 1, 8, 2, 2)), pages(ROW, 4), pages(ROW, 8)
+
+    def pick(costs: Costs, allowed=STRATEGIES) -> list[str]:
+        return [way for way, _ in choose(costs, runs, src, dst, 1, allowed)]
+
+    assert pick(Costs(Rate(0, 1), Rate(1, 1), 1)) == ["strided"]
+    assert pick(Costs(Rate(1, 0), NONE, 10)) == ["stage"]
+    assert pick(Costs(Rate(1, 0), NONE, 0)) == ["pack"]
+    assert pick(Costs(Rate(1, 0), NONE, 0), DIRECT) == ["strided"]
+
+
+def test_whole_pages_go_as_pages_and_the_tail_its_own_way() -> None:
+    runs, at = slot_runs((0, 1, 4, 1, 4), (4, 1, 12, 1, 2)), pages(ROW, 4)
+    chosen = choose(Costs(), runs, at, at, 1, DIRECT)
+    assert [(way, r.num_tokens) for way, r in chosen] == [("pages", 4), ("strided", 2)]
+    assert [way for way, _ in ways("pages", runs, at, at)] == ["pages", "strided"]
+    assert ways("stage", runs, at, at)[0][1] is runs
+
+
+def test_what_no_strided_list_describes_goes_by_address() -> None:
+    tiled = Record((Field("x", "uint8", 4),), "t e t2")
+    at = pages(tiled, 4)
+    runs = slot_runs((0, 1, 5, 1, 3))
+    assert any(p.tiles for p in tiled.pieces(4))
+    for strategy in ("pages", "strided", "runs"):
+        assert [way for way, _ in ways(strategy, runs, at, at)] == ["runs"]
+
+
+def test_prediction_adds_up_over_links_and_names_what_coincides() -> None:
+    src, dst = dcp(4), whole()
+    bound = BoundPlan(plan_transfer(src, dst, (0, 30)), bind(src, 30), bind(dst, 30))
+    costs = predict(bound, Costs())
+    assert sum(link.nbytes for link in costs) == bound.plan.nbytes
+    assert {(link.src_rank, link.dst_rank) for link in costs} == set(bound.plan.links)
+    by_strategy, best = total(costs)
+    for strategy in STRATEGIES:
+        assert by_strategy[strategy].seconds >= best.seconds > 0
+    assert "strided" in costs[0].same_as("pages")  # no run is a whole page
+    assert all(link.chosen for link in costs)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def test_costs_survive_a_file() -> None:
+    costs = Costs(Rate(1e-6, 2e-10), Rate(3e-8, 4e-10), 5e-4)
+    assert Costs.from_json(costs.to_json()) == costs
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"wire": 1}', Costs().to_json().replace("0.0006", "-1")]
+)
+def test_a_file_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(PlanError):
+        Costs.from_json(text)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_impossible_costs_are_refused(value: float) -> None:
+    with pytest.raises(PlanError, match="must be seconds"):
+        Rate(value, 0)
+    with pytest.raises(PlanError, match="round_trip"):
+        Costs(round_trip=value)
