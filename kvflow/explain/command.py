@@ -13,7 +13,7 @@ from kvflow.explain.render import render
 from kvflow.explain.report import explain
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.layouts.text import parse_layout, parse_members, parse_spec
-from kvflow.transfers.executors.strategy import Costs
+from kvflow.transfers.cost import Costs
 from kvflow.transfers.plan import Plan
 from kvflow.transfers.planner import plan_transfer
 
@@ -40,7 +40,9 @@ def _guarded(
 
 
 def _explain(options: argparse.Namespace) -> None:
-    costs = Costs() if options.costs is None else _read_costs(options.costs)
+    costs = Costs()
+    if options.costs is not None:
+        costs = Costs.from_json(options.costs.read_text(encoding="utf-8"))
     report = explain(_plan(options), costs)
     print(json.dumps(report.as_json(), indent=2) if options.json else render(report))
 
@@ -81,11 +83,3 @@ def _read_model(name: str) -> KVCacheSpec:
     except json.JSONDecodeError as error:
         raise LayoutError(f"{path}.json is no JSON: {error}") from error
     return KVCacheSpec.from_config(config, kv_dtype=dtype.lstrip("/") or "fp8")  # type: ignore[arg-type]
-
-
-def _read_costs(path: Path) -> Costs:
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return Costs(**said)
-    except (json.JSONDecodeError, TypeError) as error:
-        raise LayoutError(f"{path} holds no costs: {error}") from error

@@ -1,13 +1,11 @@
 """What the links of a plan would cost, on block tables that stand for any request's: permuted."""
 
-from collections.abc import Iterator
-
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.paging import page_of
-from kvflow.transfers.executors.strategy import STRATEGIES, Costs, Strategy, estimate
+from kvflow.transfers.cost import STRATEGIES, Costs, Strategy, estimate
 from kvflow.transfers.lower import BoundPlan, PageGeometry
 from kvflow.transfers.plan import Plan, PlanPart
 
@@ -65,37 +63,28 @@ def _price(bound: BoundPlan, src_rank: int, dst_rank: int, costs: Costs) -> Link
             continue
         num_tokens, num_runs = max(num_tokens, runs.num_tokens), num_runs + len(runs)
         nbytes += runs.num_tokens * bound.plan.row_nbytes(part)
-        for src, dst, n in _kinds(bound, part, src_rank, dst_rank):
-            priced = estimate(costs, runs, src, dst, n)
-            payload = runs.num_tokens * n * src.record.row_nbytes(runs.src_heads)
+        for (src, dst), n in _kinds(bound, part, src_rank, dst_rank).items():
             pages = n * len(np.unique(page_of(runs.src, src.block_size)))
-            waiting = {"stage": pages * src.record.page_extent(src.block_size), "pack": payload}
-            num = {"direct": priced.num_descriptors, "stage": pages, "pack": 1}
-            for s in STRATEGIES:
-                descriptors[s] += num[s]
-                staged[s] += waiting.get(s, 0)
-                seconds[s] += priced.seconds[s]
-    return Link(
-        src_rank, dst_rank, num_tokens, num_runs, nbytes, descriptors, staged, seconds
-    )  # fmt: skip
+            staged["stage"] += pages * src.record.page_extent(src.block_size)
+            staged["pack"] += runs.num_tokens * n * src.record.row_nbytes(runs.src_heads)
+            for strategy in STRATEGIES:
+                priced = estimate(costs, strategy, runs, src, dst, n)
+                descriptors[strategy] += priced.num_descriptors
+                seconds[strategy] += priced.seconds
+            costs = evolve(costs, round_trip=0.0)  # one request for all that a link packs
+    return Link(src_rank, dst_rank, num_tokens, num_runs, nbytes, descriptors, staged, seconds)
 
 
 def _kinds(
     bound: BoundPlan, part: PlanPart, src_rank: int, dst_rank: int
-) -> Iterator[tuple[PageGeometry, PageGeometry, int]]:
-    """The page geometries of a part's components, and how many components have each pair."""
-    pairs = [
-        (
-            _geometry(bound.src, part.src_group, c, src_rank),
-            _geometry(bound.dst, part.dst_group, c, dst_rank),
-        )
-        for c in part.components
-    ]
+) -> dict[tuple[PageGeometry, PageGeometry], int]:
+    """How many of a part's components have each pair of page geometries."""
     counted: dict[tuple[PageGeometry, PageGeometry], int] = {}
-    for pair in pairs:
-        counted[pair] = counted.get(pair, 0) + 1
-    for (src, dst), n in counted.items():
-        yield src, dst, n
+    for component in part.components:
+        src = _geometry(bound.src, part.src_group, component, src_rank)
+        dst = _geometry(bound.dst, part.dst_group, component, dst_rank)
+        counted[src, dst] = counted.get((src, dst), 0) + 1
+    return counted
 
 
 def _geometry(binding: Binding, group: str, component: str, rank: int) -> PageGeometry:

@@ -10,7 +10,7 @@ from kvflow.explain.naive import Naive, naive_formulas
 from kvflow.explain.prices import Link, price_links
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.text import format_layout, format_members
-from kvflow.transfers.executors.strategy import STRATEGIES, Costs, Strategy
+from kvflow.transfers.cost import STRATEGIES, Costs, Strategy
 from kvflow.transfers.plan import Plan
 from kvflow.transfers.verify import verify_plan
 
@@ -148,16 +148,19 @@ def _sources(src: KVLayout, links: tuple[Link, ...]) -> tuple[Source, ...]:
 
 
 def _components(plan: Plan) -> Components:
-    named = {name for part in plan.parts for name in part.components}
-    moved = [name for name in plan.dst.spec.names if name in named]
-    absent = sorted(plan.absent)
+    moved = {name for part in plan.parts for name in part.components}
     sides = {c.name: c for side in (plan.src, plan.dst) for c in side.spec.components}
-    known = [name for name in plan.dst.spec.names if name in absent]
-    foreign = [name for name in absent if name not in known]
-    texts = [format_members(plan.dst.spec, known), *foreign]
     return Components(
-        format_members(plan.dst.spec, moved),
+        _named(plan, moved),
         sum(sides[name].record.nbytes for name in moved),
-        ",".join(text for text in texts if text),
-        sum(sides[name].record.nbytes for name in absent),
+        _named(plan, set(plan.absent)),
+        sum(sides[name].record.nbytes for name in plan.absent),
     )
+
+
+def _named(plan: Plan, names: set[str]) -> str:
+    """Components of either side as a text, in the words of the side that knows most of them."""
+    spec = max((plan.dst.spec, plan.src.spec), key=lambda s: len(names & set(s.names)))
+    known = [name for name in spec.names if name in names]
+    foreign = sorted(names - set(known))
+    return ",".join(text for text in [format_members(spec, known), *foreign] if text)
