@@ -75,10 +75,13 @@ Facts that the sources do not settle, or that need more than a layout:
 
 
 def shape_text(shape: Shape, family: str) -> str:
-    heads = f", {shape.num_kv_heads} heads of {shape.head_dim} {shape.dtype}"
-    index = f", {len(shape.indexed)} with an indexer" if shape.full_layers is not None else ""
+    held = ""
+    if family == "gqa":
+        heads = "1 head" if shape.num_kv_heads == 1 else f"{shape.num_kv_heads} heads"
+        held = f", {heads} of {shape.head_dim} {shape.dtype}"
+    index = f", {len(shape.indexed)} with an indexer" if shape.full_layers else ""
     blocks = f"{shape.num_blocks:,} blocks of {shape.block_size} tokens"
-    return f"{shape.num_layers} layers{index}, {blocks}{heads if family == 'gqa' else ''}"
+    return f"{shape.num_layers} layers{index}, {blocks}{held}"
 
 
 def row(e: Entry) -> str:

@@ -39,8 +39,8 @@ ENTRIES = (
         "index_fp8",
         "B L page",
         _main(
-            "kvCacheManager.cpp (createIndexerKCachePools); "
-            "tensorrt_llm/_torch/attention_backend/sparse/dsa (_compute_slot_mappings)",
+            "cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp (createIndexerKCachePools); "
+            "tensorrt_llm/_torch/attention_backend/sparse/dsa/indexer.py (_compute_slot_mappings)",
             "a pool of bytes that shares the block ids: of a block first T*128 key bytes, then T "
             "scales of 4 bytes",
         ),
