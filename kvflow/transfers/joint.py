@@ -91,7 +91,7 @@ class JointPlan:
             [ContentIdentity.of(self.dst.spec).fingerprint],
             [PlacementIdentity.of(self.dst).fingerprint],
             [[leg.source, leg.plan.digest] for leg in self.legs],
-            [[c.component, c.start, c.stop] for c in self.claims],
+            sorted([c.component, c.start, c.stop] for c in self.claims),
             sorted(self.absent),
         )
         return hashlib.sha256(json.dumps(said, separators=(",", ":")).encode()).hexdigest()

@@ -5,17 +5,22 @@ that its own planner would not. A message is as small for a million tokens as fo
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from kvflow.errors import KvflowError, PlanError
+from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.wire import layout_from_wire, layout_to_wire
+from kvflow.transfers.joint import Claim, JointPlan, Leg, verify_joint
 from kvflow.transfers.plan import Plan
 from kvflow.transfers.planner import plan_transfer
 
 VERSION = 1
 """Version of the message; another one is refused."""
 
-_KEYS = ("version", "src", "dst", "tokens", "absent", "digest")
+_PLAN = {"version": int, "src": dict, "dst": dict, "tokens": list, "absent": list, "digest": str}
+_JOINT = {"version": int, "legs": list, "claims": list, "absent": list, "digest": str}
+"""The fields of the two messages."""
 
 
 def plan_to_wire(plan: Plan) -> bytes:
@@ -30,7 +35,7 @@ def plan_to_wire(plan: Plan) -> bytes:
         "absent": sorted(plan.absent),
         "digest": plan.digest,
     }
-    return json.dumps(message, sort_keys=True, separators=(",", ":")).encode()
+    return _bytes(message)
 
 
 def plan_from_wire(message: bytes) -> Plan:
@@ -40,23 +45,60 @@ def plan_from_wire(message: bytes) -> Plan:
     unknown, and for a digest that the derived plan does not have; `LayoutError` for an unlawful
     layout, and whatever `plan_transfer` raises for layouts that allow no such plan.
     """
-    said = _parsed(message)
+    said = _parsed(message, _PLAN)
     src = layout_from_wire(_unpacked(said["src"]))
     dst = layout_from_wire(_unpacked({**said["src"], **said["dst"]}))
     absent = said["absent"]
     shared = (set(src.spec.names) & set(dst.spec.names)) - set(absent)
     plan = plan_transfer(src, dst, said["tokens"], components=shared, absent=absent)
-    if plan.digest != said["digest"]:
-        raise PlanError(
-            f"the plan that arrived has digest {said['digest']!r}, the one derived here from the "
-            f"same layouts and tokens has {plan.digest!r}"
-        )
-    _check_all_said(message, plan_to_wire(plan))
+    _check_same(message, said["digest"], plan_to_wire(plan), plan.digest)
     return plan
 
 
-def _check_all_said(message: bytes, mine: bytes) -> None:
-    """What this side would have sent for the plan is what arrived: nothing in it went unread."""
+def joint_to_wire(joint: JointPlan) -> bytes:
+    """The messages of the legs, the claims as (range, components), what is absent, and the digest
+    of the whole."""
+    ranges: dict[tuple[int, int], list[str]] = {}
+    for claim in joint.claims:
+        ranges.setdefault((claim.start, claim.stop), []).append(claim.component)
+    message = {
+        "version": VERSION,
+        "legs": [[leg.source, json.loads(plan_to_wire(leg.plan))] for leg in joint.legs],
+        "claims": [[*tokens, names] for tokens, names in sorted(ranges.items())],
+        "absent": sorted(joint.absent),
+        "digest": joint.digest,
+    }
+    return _bytes(message)
+
+
+def joint_from_wire(message: bytes, dst: KVLayout) -> JointPlan:
+    """The joint plan to `dst`, each leg derived anew and the whole proven. Raises as
+    `plan_from_wire` and `verify_joint` do."""
+    said = _parsed(message, _JOINT)
+    try:
+        legs = [Leg(source, plan_from_wire(_bytes(plan))) for source, plan in said["legs"]]
+        claims = [Claim(c, low, high) for low, high, names in said["claims"] for c in names]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, KvflowError):
+            raise
+        raise PlanError(f"malformed legs or claims: {error}") from error
+    joint = JointPlan(dst, legs, claims, said["absent"])
+    verify_joint(joint)
+    _check_same(message, said["digest"], joint_to_wire(joint), joint.digest)
+    return joint
+
+
+def _bytes(message: object) -> bytes:
+    return json.dumps(message, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _check_same(message: bytes, digest: str, mine: bytes, own_digest: str) -> None:
+    """What this side would have sent is what arrived: nothing in it is wrong or went unread."""
+    if digest != own_digest:
+        raise PlanError(
+            f"the plan that arrived has digest {digest!r}, the one derived here from the same "
+            f"layouts and tokens has {own_digest!r}"
+        )
     if message != mine:
         pairs = enumerate(zip(message, mine, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(message), len(mine)))
@@ -86,7 +128,7 @@ def _unpacked(layout: dict[str, Any]) -> dict[str, Any]:
     return layout | {"components": components}
 
 
-def _parsed(message: bytes) -> dict[str, Any]:
+def _parsed(message: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
     try:
         said = json.loads(message.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -97,21 +139,16 @@ def _parsed(message: bytes) -> dict[str, Any]:
         raise PlanError(f"a plan message is an object, got {type(said).__name__}")
     if type(said.get("version")) is not int or said["version"] != VERSION:
         raise PlanError(f"plan has wire version {said.get('version')!r}, this side reads {VERSION}")
-    if said.keys() != set(_KEYS):
-        raise PlanError(f"a plan message has the fields {sorted(_KEYS)}, got {sorted(said)}")
-    _check_types(said)
+    if said.keys() != fields.keys():
+        raise PlanError(f"a plan message has the fields {sorted(fields)}, got {sorted(said)}")
+    for name, kind in fields.items():
+        if type(said[name]) is not kind:
+            raise PlanError(f"{name} is {said[name]!r}, must be a {kind.__name__}")
+    if not all(isinstance(name, str) for name in said["absent"]):
+        raise PlanError(f"absent is {said['absent']!r}, must be a list of component names")
+    if len(said.get("tokens", "ab")) != 2:
+        raise PlanError(f"tokens is {said['tokens']!r}, must be [start, stop]")
     return said
-
-
-def _check_types(said: dict[str, Any]) -> None:
-    absent, tokens = said["absent"], said["tokens"]
-    if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
-        raise PlanError(f"absent is {absent!r}, must be a list of component names")
-    if not isinstance(tokens, list) or len(tokens) != 2:
-        raise PlanError(f"tokens is {tokens!r}, must be [start, stop]")
-    for side in ("src", "dst"):
-        if not isinstance(said[side], dict):
-            raise PlanError(f"{side} is {said[side]!r}, must be an object")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,9 +11,16 @@ from kvflow.errors import KvflowError, LayoutError, PlanError
 from kvflow.layouts import GLM_5_3, KVCacheSpec, KVLayout, Paged, Placement, RoundRobin
 from kvflow.layouts.sharding import Replicated
 from kvflow.testing import Case, cases
+from kvflow.transfers.joint import Holding, JointPlan, plan_joint
 from kvflow.transfers.plan import Plan
 from kvflow.transfers.planner import plan_transfer
-from kvflow.transfers.wire import VERSION, plan_from_wire, plan_to_wire
+from kvflow.transfers.wire import (
+    VERSION,
+    joint_from_wire,
+    joint_to_wire,
+    plan_from_wire,
+    plan_to_wire,
+)
 
 PLAN = plan_transfer(dcp(3), whole(8), (2, 23))
 
@@ -72,7 +79,7 @@ def test_a_plan_that_was_not_derived_does_not_arrive() -> None:
         ({"version": True}, "version True"),
         ({"version": None}, "version None"),
         ({"digest": "0" * 64}, "0" * 64),
-        ({"digest": None}, "digest None"),
+        ({"digest": None}, "digest is None, must be a str"),
         ({"tokens": [2, 24]}, PLAN.digest),
         ({"tokens": [2]}, r"\[2\], must be"),
         ({"tokens": [2, 2.5]}, "2.5"),
@@ -80,9 +87,9 @@ def test_a_plan_that_was_not_derived_does_not_arrive() -> None:
         ({"tokens": "22"}, "must be"),
         ({"absent": ["latent.0"]}, PLAN.digest),
         ({"absent": ["latent.9"]}, "latent.9"),
-        ({"absent": "latent.0"}, "list of component names"),
+        ({"absent": "latent.0"}, "must be a list"),
         ({"absent": [1]}, "list of component names"),
-        ({"src": []}, "must be an object"),
+        ({"src": []}, "must be a dict"),
         ({"dst": {"form": 0}}, "form 0"),
         ({"dst": {}}, PLAN.digest),
         ({"runs": []}, "runs"),
@@ -150,3 +157,48 @@ def test_layouts_of_one_spec_say_it_once() -> None:
     same, lone = plan_transfer(apart, other, (0, 3)), plan_to_wire(PLAN)
     assert "components" not in json.loads(plan_to_wire(same))["dst"]
     assert "components" in json.loads(lone)["src"]
+
+
+# --- joint plans
+
+
+def joint(**changes) -> JointPlan:
+    sources = [Holding(whole(1), (0, 9)), Holding(dcp(3), (0, 23))]
+    return evolve(plan_joint(sources, whole(8), (2, 23), held={"latent.1": 5}), **changes)
+
+
+def test_a_joint_plan_arrives_as_it_left() -> None:
+    message = joint_to_wire(joint())
+    arrived = joint_from_wire(message, whole(8))
+    assert arrived == joint()
+    assert joint_to_wire(arrived) == message
+    some = plan_joint([Holding(dcp(3), (0, 7))], whole(8), (0, 7), absent=["latent.2"])
+    assert joint_from_wire(joint_to_wire(some), whole(8)) == some
+    nothing = plan_joint([], whole(8), (4, 4))
+    assert joint_from_wire(joint_to_wire(nothing), whole(8)) == nothing
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"digest": "0" * 64}, "0" * 64),
+        ({"legs": [3]}, "malformed legs"),
+        ({"legs": [[0, {}]]}, "version None"),
+        ({"legs": []}, "are not moved"),
+        ({"claims": [[0, 3]]}, "malformed legs or claims"),
+        ({"claims": [[2, 23, list(SPEC.names)]]}, r"latent\.1: tokens \[2, 5\) are not moved"),
+        ({"claims": []}, "must be declared by the target and either claimed or absent"),
+        ({"absent": ["latent.0"]}, "must be declared"),
+        ({"tokens": [2, 23]}, "has the fields"),
+    ],
+)
+def test_a_changed_joint_message_is_refused(fields, says: str) -> None:
+    message = json.dumps(json.loads(joint_to_wire(joint())) | fields).encode()
+    with pytest.raises(KvflowError, match=says):
+        joint_from_wire(message, whole(8))
+
+
+def test_a_joint_plan_to_another_target_is_refused() -> None:
+    with pytest.raises(PlanError, match="to another target"):
+        joint_from_wire(joint_to_wire(joint()), whole(4))
