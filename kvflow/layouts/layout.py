@@ -91,6 +91,8 @@ class KVLayout:
             _check_once("head_ranks", "rank", self.head_ranks, self.ranks)
         if self.stages:
             _check_once("stages", "component", [s.components for s in self.stages], self.spec.names)
+            if odd := sorted({r for s in self.stages for r in s.ranks} - set(self.ranks)):
+                raise LayoutError(f"stage ranks {odd} are not of the layout's {self.ranks}")
         flat = [rank for host in self.hosts for rank in host]
         if len(set(flat)) != len(flat) or not set(flat) <= set(self.ranks):
             raise LayoutError(f"hosts {self.hosts} must group ranks of {self.ranks}, each once")
