@@ -1,6 +1,7 @@
 """Layouts as texts: the same value comes back, common ones are short, errors point at a word."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -62,9 +63,9 @@ def split_layouts(draw: st.DrawFn) -> KVLayout:
     by_tp = _cut(ranks, 2) if len(ranks) > 1 else [ranks]
     if draw(st.booleans()):
         layout = evolve(layout, hosts=by_tp)
-    every = {min(group) for group in layout.placement.ranks} <= set(ranks[:1])
-    if draw(st.booleans()) and every:
-        layout = evolve(layout, head_ranks=[[r] for r in ranks])
+    if draw(st.booleans()):
+        with suppress(LayoutError):  # not every number of heads can be dealt so
+            layout = evolve(layout, head_ranks=[[r] for r in ranks])
     if draw(st.booleans()):
         cut = draw(st.integers(0, len(spec.names)))
         stages = (Stage(spec.names[:cut], layout.ranks), Stage(spec.names[cut:], layout.ranks))
