@@ -6,8 +6,8 @@ from html import escape
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
-WIDTH, HEIGHT = 460, 330
-LEFT, RIGHT, TOP, BOTTOM = 64, 20, 40, 46
+WIDTH, HEIGHT = 460, 390
+LEFT, RIGHT, TOP, BOTTOM = 64, 20, 44, 106
 COLORS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97", "#c77d2e", "#4a4e69")
 
 
@@ -52,7 +52,9 @@ def chart(title: str, unit: str, series: Series, x_label: str = "tokens of the r
         x, _ = at(tick, y_ticks[0])
         y = HEIGHT - BOTTOM
         parts.append(f'<text x="{x:.1f}" y="{y + 16}" class="mid">{_power(tick)}</text>')
-    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" class="mid">{escape(x_label)}</text>')
+    parts.append(
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - BOTTOM + 32}" class="mid">{escape(x_label)}</text>'
+    )
     parts.append(f'<text x="{LEFT}" y="34" class="unit">{escape(unit)}</text>')
     for i, (name, line) in enumerate(series.items()):
         color = COLORS[i % len(COLORS)]
@@ -62,8 +64,9 @@ def chart(title: str, unit: str, series: Series, x_label: str = "tokens of the r
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>'
             for x, y in (at(*p) for p in line)
         )
-        y = TOP + 14 + 14 * i
-        parts.append(f'<text x="{LEFT + 8}" y="{y}" fill="{color}">{escape(name)}</text>')
+        x, y = LEFT + i % 2 * (WIDTH - LEFT) / 2, HEIGHT - BOTTOM + 56 + i // 2 * 16
+        parts.append(f'<rect x="{x:.0f}" y="{y - 6}" width="14" height="3" fill="{color}"/>')
+        parts.append(f'<text x="{x + 19:.0f}" y="{y}">{escape(name)}</text>')
     return "\n".join(parts)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvflow.kernels.pages import PageView
 from kvflow.kernels.ranges import CHUNK_NBYTES, RangeCopy
+from kvflow.kernels.stacks import Stack, packed, stacked
 from kvflow.layouts.pieces import Heads, Piece
 from kvflow.transfers.lower import Descriptors
 
@@ -20,7 +21,7 @@ LONG_RUN = 8
 """Rows behind each other, on average, from which slots are copied as ranges."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_Items = np.ndarray[tuple[int], np.dtype[np.void]]
+_Items = npt.NDArray[np.void]
 _Index = npt.NDArray[np.int64]
 
 
@@ -35,13 +36,13 @@ def gather_indexed(pages: PageView, slots: Tensor, out: Tensor, heads: Heads | N
     padded = bool(padding.any())
     if padded:
         slots = slots.clamp_min(0)
-    for piece in pages.pieces(heads):
-        if _is_row_array(pages, piece, out):
-            _gather_whole_rows(pages, slots, piece, out)
+    for stack in stacked(packed(pages.pieces(heads))):
+        if _is_row_array(pages, stack, out):
+            _gather_whole_rows(pages, slots, stack.src, out)
             continue
-        items, index = _page_items(pages, slots, piece)
-        rows = _row_items(out, piece)
-        for some in _chunks(len(index), piece.nbytes):
+        items, index = _page_items(pages, slots, stack)
+        rows = _row_items(out, stack)
+        for some in _chunks(out, stack):
             rows[some] = items[index[some]]
     if padded:
         out.masked_fill_(padding[:, None], 0)
@@ -54,14 +55,11 @@ def scatter_indexed(
     keep = slots >= 0
     if not bool(keep.all()):
         slots, rows = slots[keep], rows[keep]
-    for piece in pages.pieces(heads):
-        items, index = _page_items(pages, slots, piece)
-        if _is_row_array(pages, piece, rows) and (runs := _runs(index)) is not None:
-            first, nbytes = runs[0] * piece.nbytes, runs[1] * piece.nbytes
-            at = pages.byte_offsets(slots, piece).numpy()[runs[0]]
-            RangeCopy.of(Descriptors(first, at, nbytes)).copy(rows.view(-1), pages.memory)
-        else:
-            items[index] = _row_items(rows, piece)
+    for stack in stacked(packed(pages.pieces(heads))):
+        if _is_row_array(pages, stack, rows) and _scatter_runs(pages, slots, stack.src, rows):
+            continue
+        items, index = _page_items(pages, slots, stack)
+        items[index] = _row_items(rows, stack)
 
 
 def repack(
@@ -90,24 +88,41 @@ def repack(
         RangeCopy.of(joined.coalesced()).copy(src.memory, dst.memory)
 
 
-def _is_row_array(pages: PageView, piece: Piece, rows: Tensor) -> bool:
+def _is_row_array(pages: PageView, stack: Stack, rows: Tensor) -> bool:
     """Whether a piece is the whole row, and the pages are one array of rows."""
-    whole = piece.nbytes == rows.shape[1] == piece.stride and not piece.tiles
+    piece = stack.src
+    whole = stack.count == 1 and piece.nbytes == rows.shape[1] == piece.stride and not piece.tiles
     return whole and pages.block_stride % piece.nbytes == 0
 
 
-def _gather_whole_rows(pages: PageView, slots: Tensor, piece: Piece, out: Tensor) -> None:
+def _row_index(pages: PageView, slots: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Pages that are one array of rows, as uint8 [rows, nbytes], and the row of each slot."""
     first = pages.offset + piece.offset
-    at = pages.byte_offsets(slots, piece) - first
-    index = at.div_(piece.nbytes, rounding_mode="floor")
     count = (len(pages.memory) - first) // piece.nbytes
-    items = pages.memory[first : first + count * piece.nbytes]
-    if (runs := _runs(index.numpy())) is not None:
-        begin, nbytes = index.numpy()[runs[0]] * piece.nbytes, runs[1] * piece.nbytes
-        ranges = Descriptors(begin, runs[0] * piece.nbytes, nbytes)
-        RangeCopy.of(ranges).copy(items, out.view(-1))
-    else:
-        torch.index_select(items.view(count, piece.nbytes), 0, index, out=out)
+    rows = pages.memory[first : first + count * piece.nbytes].view(count, piece.nbytes)
+    at = pages.byte_offsets(slots, piece) - first
+    return rows, at.div_(piece.nbytes, rounding_mode="floor")
+
+
+def _gather_whole_rows(pages: PageView, slots: Tensor, piece: Piece, out: Tensor) -> None:
+    rows, index = _row_index(pages, slots, piece)
+    if (runs := _runs(index.numpy())) is None:
+        torch.index_select(rows, 0, index, out=out)
+        return
+    here, (first, count) = index.numpy()[runs[0]], runs
+    columns = (column * rows.shape[1] for column in (here, first, count))
+    RangeCopy.of(Descriptors(*columns)).copy(rows.view(-1), out.view(-1))
+
+
+def _scatter_runs(pages: PageView, slots: Tensor, piece: Piece, packed_rows: Tensor) -> bool:
+    """Copies stretches of slots as ranges; False if they are too short for that."""
+    rows, index = _row_index(pages, slots, piece)
+    if (runs := _runs(index.numpy())) is None:
+        return False
+    there, (first, count) = index.numpy()[runs[0]], runs
+    columns = (column * rows.shape[1] for column in (first, there, count))
+    RangeCopy.of(Descriptors(*columns)).copy(packed_rows.view(-1), rows.view(-1))
+    return True
 
 
 def _runs(index: _Index) -> tuple[_Index, _Index] | None:
@@ -118,35 +133,37 @@ def _runs(index: _Index) -> tuple[_Index, _Index] | None:
     return first, np.diff(first, append=len(index))
 
 
-def _chunks(num: int, nbytes: int) -> list[slice]:
-    """A cache's worth of items each."""
-    step = max(CHUNK_NBYTES // nbytes, 1)
-    return [slice(i, i + step) for i in range(0, num, step)]
+def _chunks(rows: Tensor, stack: Stack) -> list[slice]:
+    """A cache's worth of rows each."""
+    step = max(CHUNK_NBYTES // (stack.src.nbytes * stack.count), 1)
+    return [slice(i, i + step) for i in range(0, len(rows), step)]
 
 
-def _page_items(pages: PageView, slots: Tensor, piece: Piece) -> tuple[_Items, _Index]:
-    """`piece` of every slot as items of one array, and the index of each slot in it. The items
-    start at every common divisor of the two strides, so they overlap; the index picks only true
-    ones."""
-    unit = gcd(pages.block_stride, piece.stride, *(stride for _, stride in piece.tiles))
+def _page_items(pages: PageView, slots: Tensor, stack: Stack) -> tuple[_Items, _Index]:
+    """The pieces of every slot as items of one array, and the index [slots, pieces] of each in it.
+    The items start at every common divisor of the steps, so they overlap; the index picks only
+    true ones."""
+    piece = stack.src
+    tiles = (stride for _, stride in piece.tiles)
+    unit = gcd(pages.block_stride, piece.stride, stack.src_step, *tiles)
     first = pages.offset + piece.offset
     last = torch.tensor([pages.num_slots - 1], dtype=torch.int64)
-    reach = int(pages.byte_offsets(last, piece)) - first
+    reach = int(pages.byte_offsets(last, piece)) - first + (stack.count - 1) * stack.src_step
     items = np.ndarray(
         (reach // unit + 1,), _item(piece), pages.memory.numpy(), offset=first, strides=(unit,)
     )
     index = (pages.byte_offsets(slots, piece) - first).div_(unit, rounding_mode="floor")
-    return items, index.numpy()
+    steps = torch.arange(stack.count) * (stack.src_step // unit)
+    return items, (index[:, None] + steps).numpy()
 
 
-def _row_items(rows: Tensor, piece: Piece) -> _Items:
-    """`piece` of every packed row as an item; writes go to the rows."""
-    nbytes = rows.shape[1]
+def _row_items(rows: Tensor, stack: Stack) -> _Items:
+    """The pieces of every packed row as items [rows, pieces]; writes go to the rows."""
+    shape, piece = (len(rows), stack.count), stack.dst
     if not len(rows):
-        return np.empty(0, _item(piece))
-    return np.ndarray(
-        (len(rows),), _item(piece), rows.numpy(), offset=piece.record_offset, strides=(nbytes,)
-    )
+        return np.empty(shape, _item(piece))
+    steps = (rows.shape[1], stack.dst_step)
+    return np.ndarray(shape, _item(piece), rows.numpy(), offset=piece.offset, strides=steps)
 
 
 def _item(piece: Piece) -> str:
@@ -158,15 +175,15 @@ def copy_run(
 ) -> None:
     """Copy the slots start, start + 1, ... as a partial block, whole blocks, a partial block."""
     size, end, position = pages.block_size, start + len(rows), 0
+    stacks = stacked(packed(pages.pieces(heads)))
     while start < end:
         block, within = divmod(start, size)
         whole = within == 0 and end - start >= size
         num_blocks = (end - start) // size if whole else 1
         tokens = size if whole else min(size - within, end - start)
         part = rows[position : position + num_blocks * tokens].view(num_blocks, tokens, -1)
-        for piece in pages.pieces(heads):
-            first = pages.offset + piece.offset + block * pages.block_stride + within * piece.stride
-            page, row = _word_views(pages, piece, first, part)
+        for stack in stacks:
+            page, row = _word_views(pages, stack, block, within, part)
             if to_pages:
                 page.copy_(row)
             else:
@@ -175,21 +192,30 @@ def copy_run(
         position += num_blocks * tokens
 
 
-def _word_views(pages: PageView, piece: Piece, first: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`piece` of rows [blocks, tokens, nbytes], in the pages from byte `first` on and in the
-    packed rows, both [blocks, tokens, words] of the widest word that all addresses allow."""
-    memory = pages.memory
-    bits = [8, first, piece.stride, piece.nbytes, piece.record_offset, rows.shape[2]]
+def _word_views(
+    pages: PageView, stack: Stack, block: int, within: int, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The pieces of rows [blocks, tokens, nbytes], in the pages from a token of a block on and in
+    the packed rows, both [blocks, tokens, pieces, words] of the widest word that all addresses
+    allow."""
+    piece, memory = stack.src, pages.memory
+    first = pages.offset + piece.offset + block * pages.block_stride + within * piece.stride
+    bits = [8, first, piece.stride, piece.nbytes, stack.src_step]
+    bits += [stack.dst.offset, stack.dst_step, rows.shape[2]]
     bits += [memory.data_ptr(), int(memory.storage_offset())]
     bits += [rows.data_ptr(), int(rows.storage_offset())]
     if rows.shape[0] > 1:
         bits.append(pages.block_stride)
     width = gcd(*bits)
-    words = memory[: len(memory) // width * width].view(_WORDS[width])
-    page = words.as_strided(
-        (rows.shape[0], rows.shape[1], piece.nbytes // width),
-        (pages.block_stride // width, piece.stride // width, 1),
-        words.storage_offset() + first // width,
+    shape = (*rows.shape[:2], stack.count, piece.nbytes // width)
+
+    def view(memory: Tensor, first: int, *steps: int) -> Tensor:
+        words = memory[: len(memory) // width * width].view(_WORDS[width])
+        strides = (*(step // width for step in steps), 1)
+        return words.as_strided(shape, strides, words.storage_offset() + first // width)
+
+    row_steps = (rows.shape[1] * rows.shape[2], rows.shape[2], stack.dst_step)
+    return (
+        view(memory, first, pages.block_stride, piece.stride, stack.src_step),
+        view(rows.view(-1), stack.dst.offset, *row_steps),
     )
-    span = slice(piece.record_offset // width, (piece.record_offset + piece.nbytes) // width)
-    return page, rows.view(_WORDS[width])[..., span]

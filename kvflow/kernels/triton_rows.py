@@ -10,7 +10,7 @@ size, and 16-byte accesses follow wherever the pieces of both sides allow them. 
 # ruff: noqa: N803
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
@@ -21,13 +21,11 @@ from attrs import frozen
 from torch import Tensor
 
 from kvflow.kernels.pages import PageView
+from kvflow.kernels.stacks import Pairs, Stack, packed, stacked
 from kvflow.layouts.pieces import Heads, Piece
 
 TILE_NBYTES = 4096
 """Bytes that one program moves: 32 bytes a thread with 4 warps."""
-
-WIDE_NBYTES = 16
-"""The widest access of a thread."""
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -67,23 +65,16 @@ def slot_of(slots, row, inside):
 
 
 @triton.jit
-def begin_of(table, piece, ALIGN: tl.constexpr, RUN: tl.constexpr):
-    """The word offset of each lane's piece: one value a run, a multiple of ALIGN words."""
-    return tl.max_constancy(tl.multiple_of(tl.load(table + piece), [ALIGN]), [RUN])
-
-
-@triton.jit
 def move_kernel(
-    src, dst, src_slots, dst_slots, src_table, dst_table, num_rows,
+    src, dst, src_slots, dst_slots, num_rows,
     SRC_BLOCK_SIZE: tl.constexpr, SRC_BLOCK_STRIDE: tl.constexpr, SRC_STRIDE: tl.constexpr,
-    SRC_TILES: tl.constexpr, SRC_NUM_TILES: tl.constexpr, SRC_ALIGN: tl.constexpr,
+    SRC_TILES: tl.constexpr, SRC_NUM_TILES: tl.constexpr, SRC_STEP: tl.constexpr,
     DST_BLOCK_SIZE: tl.constexpr, DST_BLOCK_STRIDE: tl.constexpr, DST_STRIDE: tl.constexpr,
-    DST_TILES: tl.constexpr, DST_NUM_TILES: tl.constexpr, DST_ALIGN: tl.constexpr,
+    DST_TILES: tl.constexpr, DST_NUM_TILES: tl.constexpr, DST_STEP: tl.constexpr,
     WIDTH: tl.constexpr, NUM_PIECES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Words of pieces at the source slots -> the target slots: zeros for a padding source, nothing
-    for a padding target. With one piece the pointers are at it, with more the tables hold each
-    one's word offset."""
+    """Words of a stack of pieces at the source slots -> the target slots: zeros for a padding
+    source, nothing for a padding target. The pointers are at the first piece."""
     lane = lanes(tl.program_id(0), TILE)
     row = lane // (NUM_PIECES * WIDTH)
     word = lane - row * (NUM_PIECES * WIDTH)
@@ -94,10 +85,9 @@ def move_kernel(
     live = tl.max_constancy(wanted & (src_slot >= 0), RUN)
     src_word, dst_word = word, word
     if NUM_PIECES > 1:
-        piece = word // WIDTH
-        within = word - piece * WIDTH
-        src_word = within + begin_of(src_table, piece, SRC_ALIGN, RUN)
-        dst_word = within + begin_of(dst_table, piece, DST_ALIGN, RUN)
+        piece = tl.max_constancy(word // WIDTH, RUN)
+        src_word = word + piece * (SRC_STEP - WIDTH)
+        dst_word = word + piece * (DST_STEP - WIDTH)
     src_at = place(
         src_slot, src_word,
         SRC_BLOCK_SIZE, SRC_BLOCK_STRIDE, SRC_STRIDE, SRC_TILES, SRC_NUM_TILES,
@@ -139,9 +129,6 @@ class Side:
         return self.memory[first : first + usable].view(_WORDS[word])
 
 
-Pairs = list[tuple[Piece, Piece]]
-
-
 @frozen(eq=False)
 class Launch:
     """One kernel launch: positional tensors and counts, compile-time constants, programs."""
@@ -157,50 +144,41 @@ class Launch:
 def launches(
     src: Side, dst: Side, pairs: Pairs, num_rows: int, tile_nbytes: int = TILE_NBYTES
 ) -> Iterator[Launch]:
-    """One launch for all pieces of a kind, which differ in their offsets alone: one for row pages,
-    one for each length in planar pages, one for the items of a transposed page. Words are as wide
-    as all addresses allow, 4 bytes at most; `tile_nbytes` is a power of two."""
-    kinds: dict[tuple[object, ...], Pairs] = {}
-    for a, b in pairs if num_rows else ():
-        kinds.setdefault((a.nbytes, a.stride, a.tiles, b.stride, b.tiles), []).append((a, b))
-    for alike in kinds.values():
-        yield _launch(src, dst, alike, num_rows, tile_nbytes)
+    """One launch for each stack of pieces: one for row pages, one for each field of planar pages,
+    one for all items of a transposed page. Words are as wide as all addresses allow, 4 bytes at
+    most; `tile_nbytes` is a power of two."""
+    for stack in stacked(pairs) if num_rows else ():
+        yield _launch(src, dst, stack, num_rows, tile_nbytes)
 
 
-def _launch(src: Side, dst: Side, pairs: Pairs, num_rows: int, tile_nbytes: int) -> Launch:
-    word = gcd(4, *src.addresses(), *dst.addresses(), *_steps(src, dst, pairs))
-    (a, b), several = pairs[0], len(pairs) > 1
-    width, tile = a.nbytes // word, tile_nbytes // word
-    tables: list[Tensor | None] = [None, None]
-    if several:
-        offsets = torch.tensor([(a.offset // word, b.offset // word) for a, b in pairs])
-        tables = list(offsets.t().contiguous().to(src.memory.device).unbind())
-    here, there = (0, 0) if several else (a.offset, b.offset)
-    words = src.words(here, word), dst.words(there, word)
+def _launch(src: Side, dst: Side, stack: Stack, num_rows: int, tile_nbytes: int) -> Launch:
+    sides = ((src, stack.src, stack.src_step), (dst, stack.dst, stack.dst_step))
+    word = gcd(4, stack.src.nbytes, *(n for it in sides for n in _steps(*it)))
+    width, tile = stack.src.nbytes // word, tile_nbytes // word
     return Launch(
-        args=(*words, src.slots, dst.slots, *tables, num_rows),
+        args=(
+            src.words(stack.src.offset, word), dst.words(stack.dst.offset, word),
+            src.slots, dst.slots, num_rows,
+        ),
         constants={
-            **_constants("SRC", src, [a for a, _ in pairs], word),
-            **_constants("DST", dst, [b for _, b in pairs], word),
+            **_constants("SRC", *sides[0], word),
+            **_constants("DST", *sides[1], word),
             "WIDTH": width,
-            "NUM_PIECES": len(pairs),
+            "NUM_PIECES": stack.count,
             "RUN": min(width & -width, tile),
             "TILE": tile,
         },
-        grid=(-(-num_rows * len(pairs) * width // tile),),
-    )
+        grid=(-(-num_rows * stack.count * width // tile),),
+    )  # fmt: skip
 
 
-def _steps(src: Side, dst: Side, pairs: Pairs) -> Iterable[int]:
+def _steps(side: Side, piece: Piece, step: int) -> tuple[int, ...]:
     """Every step in bytes that leads to a piece."""
-    for a, b in pairs:
-        for side, piece in ((src, a), (dst, b)):
-            yield from (side.offset + piece.offset, piece.stride, piece.nbytes)
-            yield from (stride for _, stride in piece.tiles)
+    tiles = (stride for _, stride in piece.tiles)
+    return (*side.addresses(), side.offset + piece.offset, piece.stride, step, *tiles)
 
 
-def _constants(name: str, side: Side, pieces: list[Piece], word: int) -> dict[str, Any]:
-    piece = pieces[0]
+def _constants(name: str, side: Side, piece: Piece, step: int, word: int) -> dict[str, Any]:
     digits = [number for size, stride in reversed(piece.tiles) for number in (size, stride // word)]
     return {
         f"{name}_BLOCK_SIZE": side.block_size,
@@ -208,13 +186,8 @@ def _constants(name: str, side: Side, pieces: list[Piece], word: int) -> dict[st
         f"{name}_STRIDE": piece.stride // word,
         f"{name}_TILES": tuple(digits),
         f"{name}_NUM_TILES": len(piece.tiles),
-        f"{name}_ALIGN": gcd(WIDE_NBYTES, *(p.offset for p in pieces)) // word,
+        f"{name}_STEP": step // word,
     }
-
-
-def packed(pieces: Iterable[Piece]) -> Pairs:
-    """Every piece and its place in a packed row."""
-    return [(p, Piece(p.record_offset, 0, p.nbytes, p.record_offset)) for p in pieces]
 
 
 def gather(

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from kvflow.kernels import codec, triton_codec, triton_rows
 from kvflow.kernels.pages import PageView
+from kvflow.kernels.stacks import packed
 from kvflow.kernels.triton_rows import Side
 from kvflow.layouts.arrangement import Arrangement
 from kvflow.layouts.record import Field, Record, index_record, latent_record
@@ -103,7 +104,7 @@ def row_kernels(pages: PageView, name: str):
     slots = torch.zeros(64, dtype=torch.int64)
     rows = torch.zeros(64, pages.record.nbytes, dtype=torch.uint8)
     here, there = Side.of_pages(pages, slots), Side.of_rows(rows)
-    pairs = triton_rows.packed(pages.pieces())
+    pairs = packed(pages.pieces())
     yield from moves(f"gather {name}", here, there, pairs)
     yield from moves(f"scatter {name}", there, here, [(b, a) for a, b in pairs])
 

@@ -10,6 +10,7 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvflow.kernels import codec, rows, triton_codec, triton_rows
+from kvflow.kernels.stacks import packed
 from kvflow.layouts.record import Field, Record, index_record, latent_record
 from kvflow.transfers.lower import paired_pieces
 
@@ -56,7 +57,7 @@ def watched(src, dst, pairs, num_rows):
     """Run the launches of a move one at a time, each under a watch of its own."""
     count = 0
     for launch in triton_rows.launches(src, dst, pairs, num_rows, 512):
-        reads = [x for x in (src.memory, src.slots, dst.slots, *launch.args[4:6]) if x is not None]
+        reads = [x for x in (src.memory, src.slots, dst.slots) if x is not None]
         with interpreter.watch(reads=reads, writes=[dst.memory]):
             launch()
         count += 1
@@ -65,12 +66,12 @@ def watched(src, dst, pairs, num_rows):
 
 def watched_gather(pages, slots, out, heads=None):
     here, there = triton_rows.Side.of_pages(pages, slots), triton_rows.Side.of_rows(out)
-    return watched(here, there, triton_rows.packed(pages.pieces(heads)), len(slots))
+    return watched(here, there, packed(pages.pieces(heads)), len(slots))
 
 
 def watched_scatter(pages, slots, rows, heads=None):
     here, there = triton_rows.Side.of_rows(rows), triton_rows.Side.of_pages(pages, slots)
-    pairs = [(b, a) for a, b in triton_rows.packed(pages.pieces(heads))]
+    pairs = [(b, a) for a, b in packed(pages.pieces(heads))]
     return watched(here, there, pairs, len(slots))
 
 
@@ -100,7 +101,7 @@ def test_full_size_tiles_and_real_block_size():
 
 
 ARRANGED = ("t h e", "h t e", "h e t", "h e t t4 e2")
-KEY = Field("key", "bfloat16", 4, 3)
+KEY, VALUE = Field("key", "bfloat16", 4, 3), Field("value", "bfloat16", 4, 3)
 
 
 @pytest.mark.parametrize("order", ARRANGED)
@@ -126,11 +127,12 @@ def test_head_ranges_and_tiles_equal_the_torch_path(order, heads):
         (RECORDS["index planar"], RECORDS["index rows"], 2),
         (RECORDS["index rows"], RECORDS["index planar"], 2),
         (Record((KEY,), "t h e"), Record((KEY,), "h e t"), 1),
-        (Record((KEY,), "h e t t4 e2"), Record((KEY,), "h t e"), 1),
+        (Record((KEY, VALUE), "t h e"), Record((KEY, VALUE), "h t e"), 2),
+        (Record((KEY,), "h e t t4 e2"), Record((KEY,), "h t e"), 3),  # one a head
     ],
 )
 def test_repack_moves_pages_to_pages(src, dst, kinds):
-    """Another block size, another arrangement, one launch for each kind of piece."""
+    """Another block size, another arrangement, one launch for each stack of pieces."""
     here, there = make_pages(src, block_size=4, gap=16), make_pages(dst, block_size=8, seed=5)
     twin = make_pages(dst, block_size=8, seed=5)
     src_slots, dst_slots = some_slots(here, 13), some_slots(there, 13, seed=2)

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from kvflow.kernels.pages import PageView
-from kvflow.kernels.triton_rows import Side, launches, packed
+from kvflow.kernels.stacks import packed
+from kvflow.kernels.triton_rows import Side, launches
 from kvflow.layouts.record import Field, Record, index_record, latent_record
 
 GLM_BLOCK = 3_502_592

@@ -32,6 +32,7 @@ WIDE = {
     "repack index 64 -> 16 0": (1, -1),
     "repack index 64 -> 16 1": (0, 0),
     "repack NHD -> HND 0": (1, -1),
+    "repack NHD -> HND 1": (1, -1),
     "gather index 0": (1, 0),
     "scatter index 0": (0, -1),
     "gather index 1": (0, 0),
