@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from attrs import frozen
 import vllm._custom_ops  # noqa: F401 - loads the C++ kernels
+from attrs import frozen
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker import block_table as runner_v1
 from vllm.v1.worker.gpu import block_table as runner_v2

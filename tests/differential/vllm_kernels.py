@@ -27,7 +27,6 @@ def _one_bit(self, lhs, rhs, op):
     return result
 
 
-
 def interpreted(directory: Path, *functions) -> ModuleType:
     """A module of these functions, interpreted by Triton."""
     parts = ["import triton", "import triton.language as tl"]
