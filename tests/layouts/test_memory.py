@@ -1,9 +1,11 @@
 """Memory orders: pages lie where they are said to, inside their region, and never share a byte."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.errors import LayoutError
@@ -23,8 +25,9 @@ from kvflow.layouts.paging import Paged, Pool
 from kvflow.layouts.record import Field, Record
 from kvflow.layouts.sharding import Replicated
 from kvflow.layouts.spec import GLM_5_3, Component, KVCacheSpec
-from kvflow.testing import page_cells
+from kvflow.testing import cases, check_law, page_cells
 from kvflow.transfers.executors.base import RankCache
+from kvflow.transfers.executors.strided import StridedExecutor
 
 ONE = Placement.simple(Replicated())
 ROWS = Record((Field("latent", "uint8", 6), Field("rope", "uint8", 2)))
@@ -191,6 +194,9 @@ def test_groups_may_be_laid_over_each_other_only_if_said():
     assert MemoryOrder.placed(layout, 0, blocks, places, overlaid=True).nbytes == 96
     with pytest.raises(LayoutError, match="overlap"):
         MemoryOrder.placed(layout, 0, blocks, places)
+    pages = [Pages(name, "r", 0, 32, 3) for name in places]
+    with pytest.raises(LayoutError, match="overlap"):
+        MemoryOrder(layout, 0, [Region("r", 96)], pages)
     with pytest.raises(LayoutError, match="overlap"):
         MemoryOrder.placed(
             layout, 0, blocks, {"latent.0": ("r", 0, 31), "latent.1": ("r", 0, 32)}, overlaid=True
@@ -258,6 +264,23 @@ def test_pages_at_a_stride_are_apart(record, stride, num_blocks):
 
 
 # --- caches ---------------------------------------------------------------------------------------
+
+MAKERS = {
+    "a region each": layer_outermost,
+    "one region": partial(layer_outermost, region="pool"),
+    "blocks packed": block_outermost,
+    "blocks rounded up": partial(block_outermost, multiple=100),
+}
+
+
+@settings(max_examples=25)
+@given(cases(max_tokens=24, max_shards=3), *[st.sampled_from(list(MAKERS.values()))] * 2)
+def test_the_law_holds_in_any_memory_order(case, here, there):
+    src, dst = (
+        lambda layout, rank, blocks, fill, make=make: RankCache.on(make(layout, rank, blocks), fill)
+        for make in (here, there)
+    )
+    check_law(StridedExecutor(), case.src, case.dst, case.tokens, make_source=src, make_target=dst)
 
 
 def test_a_cache_shares_the_regions_of_its_order():
