@@ -1,8 +1,10 @@
 """Shared by the tests of transfers: short ways to say a layout, and plans read token by token."""
 
+from typing import Any
+
 from attrs import evolve
 
-from kvflow.layouts.layout import Binding, KVLayout
+from kvflow.layouts.layout import Binding, KVLayout, Stage
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Paged
 from kvflow.layouts.sharding import Replicated, RoundRobin, Sharding
@@ -77,3 +79,28 @@ def with_runs(plan: Plan, runs: TransferRuns) -> Plan:
     """The plan with other runs in its first part."""
     first: PlanPart = evolve(plan.parts[0], runs=runs)
     return Plan(plan.src, plan.dst, (first, *plan.parts[1:]), plan.absent)
+
+
+def gqa(num_heads: int, num_layers: int = 1) -> KVCacheSpec:
+    return KVCacheSpec.of_attention(num_layers, num_heads=num_heads, head_dim=2)
+
+
+def tp(
+    num_heads: int, width: int, deal: int = 1, block_size: int = 4, interleave: int = 1,
+    spec: KVCacheSpec | None = None, **more: Any,
+) -> KVLayout:  # fmt: skip
+    """TP ranks 0..width-1, one a coordinate; tokens are dealt to every `deal` neighbours in turn
+    (so `deal` must divide the replicas of a head), or whole on each rank."""
+    sharding = RoundRobin(deal, interleave) if deal > 1 else Replicated()
+    turns = tuple(tuple(r for r in range(width) if r % deal == s) for s in range(deal))
+    layout = KVLayout.uniform(spec or gqa(num_heads), Placement(sharding, turns), Paged(block_size))
+    return evolve(layout, head_ranks=tuple((r,) for r in range(width)), **more)
+
+
+FIRST, SECOND = ("key.0", "value.0"), ("key.1", "value.1")
+
+
+def staged(ranks: tuple[tuple[int, ...], ...], width: int = 4) -> KVLayout:
+    spec = gqa(2, 2)
+    layout = KVLayout.uniform(spec, Placement(Replicated(), (tuple(range(width)),)), Paged(4))
+    return evolve(layout, stages=(Stage(FIRST, ranks[0]), Stage(SECOND, ranks[1])))
