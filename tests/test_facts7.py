@@ -266,5 +266,5 @@ def test_a_part_that_does_not_move_is_seen() -> None:
     bindings = synthetic_binding(here, 20), synthetic_binding(there, 20)
     legs = [(0, BoundPlan(part.plan, *bindings)) for part in parts]
     landed(legs, [here], there, 20)
-    with pytest.raises(LawError, match="target rank 0, component latent.1, token 10"):
+    with pytest.raises(LawError, match=r"target rank 0, component latent\.1, token 10"):
         landed(legs[:-1], [here], there, 20)

@@ -41,7 +41,7 @@ def test_a_wrong_move_shows(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     outcome = run_pair(*pair, TOKENS, tool.move)
     assert (outcome.planned, outcome.verified, outcome.moved) == (True, True, False)
     assert not outcome.is_good
-    assert outcome.error.startswith("LawError: target rank 1, component latent.0, token 5")
+    assert outcome.error.startswith("LawError: target rank 0, component latent.0, token 8,")
     assert tool._mark(outcome).startswith("✗ LawError")
     for run in (tool.joint_hit, tool.recovery, tool.streaming):
         small = next(row[-1] for row in tool.SPECIAL if row[-3] is run)
@@ -50,9 +50,9 @@ def test_a_wrong_move_shows(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_pair_says_how_far_it_got() -> None:
-    refused = run_pair(f"dcp2 paged(4) {MODEL}", "dcp2 paged(4) tiny", TOKENS)
+    refused = run_pair("dcp2 paged(4) tiny/fp8", "dcp2 paged(4) tiny/bfloat16", TOKENS)
     assert refused == Outcome(False, False, None, error=refused.error)
-    assert refused.error.startswith("ContentMismatch: ")
+    assert refused.error.startswith("ContentMismatch: content field 'e4m3'")
     unread = run_pair("dcp2 pagd(4) tiny", "dcp2 paged(4) tiny", TOKENS)
     assert "pagd(4)" in unread.error
     good = run_pair("dcp2 paged(4) tiny", "replicated paged(4) tiny", TOKENS)
