@@ -114,7 +114,7 @@ def verify_cut(whole: Plan, cuts: Iterable[Plan]) -> None:
         check_components(whole.src, whole.dst, moved, absent)
     wanted = dict.fromkeys(moved_by(whole), (start, stop))
     check_partition(wanted, ((one.tokens, moved_by(one)) for one in cuts))
-    for plan in _by_range(cuts):
+    for plan in _by_range(whole, cuts):
         verify_plan(plan)
 
 
@@ -149,7 +149,7 @@ def _refuse(name: str, tokens: Range, what: str, claimed: Range) -> NoReturn:
     raise PlanError(f"{name}: tokens [{low}, {high}) {what}, claimed are [{start}, {stop})")
 
 
-def _by_range(cuts: Iterable[Plan]) -> Iterator[Plan]:
+def _by_range(whole: Plan, cuts: Iterable[Plan]) -> Iterator[Plan]:
     """For each token range one plan of all its cuts, in which equal runs stand once."""
     ranges: dict[Range, list[Plan]] = {}
     for one in cuts:
@@ -161,6 +161,5 @@ def _by_range(cuts: Iterable[Plan]) -> Iterator[Plan]:
             so_far = parts[key].components if key in parts else ()
             parts[key] = evolve(part, components=(*so_far, *part.components))
         moved = {c for part in parts.values() for c in part.components}
-        first = alike[0]
-        absent = sorted({*first.src.spec.names, *first.dst.spec.names} - moved)
-        yield Plan(first.src, first.dst, parts.values(), absent, tokens)
+        absent = sorted({*whole.src.spec.names, *whole.dst.spec.names} - moved)
+        yield Plan(whole.src, whole.dst, parts.values(), absent, tokens)

@@ -88,6 +88,21 @@ def test_a_cut_reads_from_the_same_replicas_as_the_whole() -> None:
         assert all(readers[move[-1]] == move[0] for move in moves(one.parts[0].runs))
 
 
+def test_runs_of_one_token_have_stride_one_as_in_any_plan() -> None:
+    plan = plan_transfer(dcp(3), whole(8), (0, 30))
+    for one in cut(plan, range(30)):
+        (runs,) = (part.runs for part in one.parts)
+        assert runs.count.tolist() == [1]
+        assert [int(s[0]) for s in (runs.token_stride, runs.src_stride, runs.dst_stride)] == [1] * 3
+        assert one == plan_transfer(plan.src, plan.dst, one.tokens)
+    plan = plan_transfer(dcp(3), whole(16), (0, 30))
+    both = clip(plan, 6, 12).parts[0].runs
+    assert both.count.tolist() == [2, 2, 2]
+    assert both.token_stride.tolist() == both.dst_stride.tolist() == [3, 3, 3]
+    assert both.token.tolist() == both.dst_local.tolist() == [6, 7, 8]
+    assert both.src_local.tolist() == [2, 2, 2]
+
+
 def test_borders_outside_or_said_twice_cut_nothing() -> None:
     assert [p.tokens for p in cut(PLAN, [0, 1, 9, 9, 30, 99])] == [(1, 9), (9, 30)]
     assert cut(PLAN) == (PLAN,)
@@ -147,6 +162,7 @@ def test_a_cut_that_hides_what_it_does_not_move_is_seen() -> None:
     [
         ([(0, 4), (4, 9)], None),
         ([(4, 9), (0, 4), (9, 9)], None),
+        ([(4, 9), (2, 2), (0, 4)], None),
         ([(0, 4), (5, 9)], r"a: tokens \[4, 5\) are not moved, claimed are \[0, 9\)"),
         ([(1, 9)], r"\[0, 1\) are not moved"),
         ([(0, 8)], r"\[8, 9\) are not moved"),
