@@ -26,6 +26,7 @@ from kvflow.transfers.lower import paired_pieces
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 STARVED = {"maxnreg": 16}
+DISASSEMBLED = ("gather latent 0", "gather index 0", "starved")
 LATENT = latent_record("fp8", latent_rank=512, rope_dim=64)
 DEEPSEEK_V4 = Record(
     (
@@ -56,25 +57,43 @@ class CompileOnlyDriver:
         return torch.device("cpu")
 
 
-def sm_90(kernel) -> dict[str, int]:
+def cuobjdump(kernel, *options: str) -> str:
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(kernel.asm["cubin"])
         f.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", "-sass", f.name], capture_output=True, text=True, check=True
-        )
-    usage = sass = text.stdout + text.stderr
-    ops = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass)
+        done = subprocess.run([tool, *options, f.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def sm_90(kernel) -> dict[str, int]:
+    """Registers and stack of the machine code; accesses as PTX has them, because disassembling
+    takes a second for each kernel (`machine_accesses` does it for a few)."""
+    usage = cuobjdump(kernel, "-res-usage")
     found = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage)}
+    accesses = re.findall(r"\b(ld|st)\.global((?:\.[\w:]+)+)", kernel.asm["ptx"])
+    wide = [kind for kind, width in accesses if re.search(r"\.v4\.[bfu]32|\.v2\.[bfu]64", width)]
+    kinds = [kind for kind, _ in accesses]
     return {
         "registers": found["REG"],
-        "spills": found["STACK"] + sum(op.startswith(("LDL", "STL")) for op in ops),
+        "spills": found["STACK"],
+        "loads": kinds.count("ld"),
+        "stores": kinds.count("st"),
+        "wide_loads": wide.count("ld"),
+        "wide_stores": wide.count("st"),
+    }
+
+
+def machine_accesses(kernel) -> dict[str, int]:
+    """Accesses and spills of the machine code itself."""
+    sass = cuobjdump(kernel, "-sass")
+    ops = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass)
+    return {
         "loads": sum(op.startswith("LDG") for op in ops),
         "stores": sum(op.startswith("STG") for op in ops),
         "wide_loads": sum(op.startswith("LDG") and ".128" in op for op in ops),
         "wide_stores": sum(op.startswith("STG") and ".128" in op for op in ops),
-        "instructions": len(ops),
+        "spills": sum(op.startswith(("LDL", "STL")) for op in ops),
     }
 
 
@@ -91,7 +110,6 @@ def gfx942(kernel) -> dict[str, int]:
         "stores": sum(kind == "store" for kind, _ in access),
         "wide_loads": sum(kind == "load" and w.startswith("dwordx4") for kind, w in access),
         "wide_stores": sum(kind == "store" and w.startswith("dwordx4") for kind, w in access),
-        "instructions": len(re.findall(r"^\s+[svgdbf]\w*_\w+", text, re.MULTILINE)),
     }
 
 
@@ -178,6 +196,8 @@ def main(target: str) -> None:
             continue
         compiled = kernel.warmup(*args, **constants, **options, grid=(1,))
         report = sm_90(compiled) if target == "sm_90" else gfx942(compiled)
+        if target == "sm_90" and name in DISASSEMBLED:
+            report["machine"] = machine_accesses(compiled)
         print(json.dumps({"kernel": name} | report))
 
 

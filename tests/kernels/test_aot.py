@@ -86,3 +86,14 @@ def test_a_misaligned_view_and_a_spill_are_seen(reports):
     assert problems({**found["gather latent 0"], "registers": 65}, (1, -1)) == [
         "too many registers"
     ]
+
+
+def test_the_machine_code_accesses_memory_as_ptx_says(reports):
+    target, found = reports
+    if target == "sm_90":
+        whole = ("stores", "wide_loads", "wide_stores")  # ptxas drops loads that repeat
+        for name in ("gather latent 0", "gather index 0"):
+            machine = found[name]["machine"]
+            assert {k: machine[k] for k in whole} == {k: found[name][k] for k in whole}
+            assert machine["spills"] == 0
+        assert found["starved"]["machine"]["spills"] > 0
