@@ -21,23 +21,30 @@ from mutants_run import ROOT, Limits, Mutant, fresh, warm
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 LAYOUTS, TRANSFERS = "tests/layouts/test_", "tests/transfers/test_"
 LAWFUL = LAYOUTS + "lawful_values.py"
+HEADS = TRANSFERS + "heads_and_copies.py"
 TESTS = {
     "kvflow/layouts/sharding.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py", LAWFUL],
     "kvflow/layouts/chunks.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py", LAWFUL],
-    "kvflow/layouts/mesh.py": [LAYOUTS + "mesh.py", LAWFUL],
-    "kvflow/layouts/paging.py": [LAYOUTS + "paging.py", LAYOUTS + "layout.py", LAWFUL],
-    "kvflow/layouts/record.py": [LAYOUTS + "record.py", LAWFUL],
+    "kvflow/layouts/mesh.py": [LAYOUTS + "mesh.py", LAYOUTS + "heads.py", LAWFUL],
+    "kvflow/layouts/paging.py": [LAYOUTS + "paging.py", LAYOUTS + "layout.py",
+                                 LAYOUTS + "record.py", LAWFUL],
+    "kvflow/layouts/arrangement.py": [LAYOUTS + "arrangement.py", LAYOUTS + "record.py"],
+    "kvflow/layouts/pieces.py": [LAYOUTS + "pieces.py", LAYOUTS + "record.py"],
+    "kvflow/layouts/record.py": [LAYOUTS + "record.py", LAYOUTS + "arrangement.py",
+                                 LAYOUTS + "pieces.py", LAWFUL],
     "kvflow/layouts/spec.py": [LAYOUTS + "spec.py", LAWFUL],
-    "kvflow/layouts/layout.py": [LAYOUTS + "layout.py", LAWFUL],
+    "kvflow/layouts/layout.py": [LAYOUTS + "layout.py", LAYOUTS + "heads.py", LAWFUL],
     "kvflow/layouts/counts.py": [LAYOUTS + "counts.py", TRANSFERS + "lower.py"],
     "kvflow/layouts/wire.py": [LAYOUTS + "wire.py", LAWFUL],
     "kvflow/layouts/values.py": [LAWFUL, LAYOUTS + "record.py"],
     "kvflow/transfers/claims.py": [TRANSFERS + "planner.py", TRANSFERS + "whole_plans.py"],
-    "kvflow/transfers/plan.py": [TRANSFERS + "plan.py", TRANSFERS + "whole_plans.py"],
-    "kvflow/transfers/planner.py": [TRANSFERS + "planner.py"],
-    "kvflow/transfers/verify.py": [TRANSFERS + "verify.py", TRANSFERS + "whole_plans.py"],
-    "kvflow/transfers/lower.py": [TRANSFERS + "lower.py", TRANSFERS + "planner.py"],
-}
+    "kvflow/transfers/plan.py": [TRANSFERS + "plan.py", TRANSFERS + "whole_plans.py",
+                                 TRANSFERS + "verify_heads.py", HEADS],
+    "kvflow/transfers/planner.py": [TRANSFERS + "planner.py", HEADS],
+    "kvflow/transfers/verify.py": [TRANSFERS + "verify.py", TRANSFERS + "whole_plans.py",
+                                   TRANSFERS + "verify_heads.py"],
+    "kvflow/transfers/lower.py": [TRANSFERS + "lower.py", HEADS],
+}  # fmt: skip
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
