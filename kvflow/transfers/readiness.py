@@ -59,10 +59,6 @@ class Schedule:
                 )
             at = stop
 
-    @property
-    def stop(self) -> int:
-        return self.steps[-1][1]
-
     def rows(self, step: int, part: str) -> Range:
         """The rows that a step completes in a layer of the main part or of "mtp"; `BEFORE` names
         those that were there before."""
@@ -117,16 +113,14 @@ def page_readiness(plan: Plan, schedule: Schedule) -> tuple[PageReadiness, ...]:
     found = []
     for group in dict.fromkeys(part.dst_group for part in plan.parts):
         size = plan.dst.group(group).paging.block_size
-        moments = [
+        rows = [
             _moments(plan, part, size, schedule, layers)
             for part in plan.parts
             if part.dst_group == group
         ]
-        rank, entry, when = (np.concatenate(column) for column in zip(*moments, strict=True))
-        rank, entry, when = _latest(rank, entry, when)
-        found.append(
-            PageReadiness(group, rank, entry, when // len(layers), layers[when % len(layers)])
-        )
+        rank, entry, when = _latest(np.concatenate(rows, axis=1))
+        step, layer = when // len(layers), layers[when % len(layers)]
+        found.append(PageReadiness(group, rank, entry, step, layer))
     return tuple(found)
 
 
@@ -135,35 +129,31 @@ def _layers(plan: Plan) -> Ints:
     return np.unique([plan.dst.spec[name].layer_id for name in moved_by(plan)]).astype(np.int64)
 
 
-def _moments(
-    plan: Plan, part: PlanPart, block_size: int, schedule: Schedule, layers: Ints
-) -> tuple[Ints, Ints, Ints]:
-    """Rank, entry and moment of the last row of every page of a part; a moment counts layers over
-    all steps."""
+def _moments(plan: Plan, part: PlanPart, block_size: int, schedule: Schedule, layers: Ints) -> Ints:
+    """int64 [3, pages]: rank, entry and moment of the last row of every page of a part; a moment
+    counts layers over all steps."""
     last: dict[str, int] = {}
     for name in part.components:
         c = plan.dst.spec[name]
         at = int(np.searchsorted(layers, c.layer_id))
-        last[c.part] = max(last.get(c.part, 0), at)
+        last[c.part] = max(last.get(c.part, at), at)
     written = [_last_rows(runs, block_size) for runs in (part.runs, part.copies)]
-    rank, entry, row = _latest(*(np.concatenate(column) for column in zip(*written, strict=True)))
+    rank, entry, row = _latest(np.concatenate(written, axis=1))
     when = [schedule.step_of(row, which) * len(layers) + at for which, at in last.items()]
-    return rank, entry, np.maximum.reduce(when)
+    return np.stack([rank, entry, np.maximum.reduce(when)])
 
 
-def _last_rows(runs: TransferRuns, block_size: int) -> tuple[Ints, Ints, Ints]:
-    """Rank, entry and last row of each run."""
+def _last_rows(runs: TransferRuns, block_size: int) -> Ints:
+    """int64 [3, runs]: rank, entry and last row of each run."""
     row = runs.token + (runs.count - 1) * runs.token_stride
-    return runs.dst_rank, page_of(runs.dst_local, block_size), row
+    return np.stack([runs.dst_rank, page_of(runs.dst_local, block_size), row])
 
 
-def _latest(rank: Ints, entry: Ints, value: Ints) -> tuple[Ints, Ints, Ints]:
-    """Each (rank, entry) once, with the largest of its values."""
-    order = np.lexsort((value, entry, rank))
-    rank, entry, value = rank[order], entry[order], value[order]
-    is_last = np.ones(len(rank), np.bool_)
-    is_last[:-1] = (rank[1:] != rank[:-1]) | (entry[1:] != entry[:-1])
-    return rank[is_last], entry[is_last], value[is_last]
+def _latest(pages: Ints) -> Ints:
+    """Of columns (rank, entry, value) those with the largest value of each (rank, entry)."""
+    ordered: Ints = pages[:, np.lexsort(pages[::-1])]
+    another = (np.diff(ordered[:2]) != 0).any(axis=0)
+    return ordered[:, np.append(another, True)[: pages.shape[1]]]
 
 
 def _check_complete(plan: Plan, schedule: Schedule) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,6 +163,20 @@ def test_the_last_mtp_row_of_a_step_belongs_to_the_next() -> None:
     ]
     (pages,) = page_readiness(select(plan, SPEC.select(part="mtp")), Schedule([(4, 8), (8, 12)]))
     assert pages.step.tolist() == [0, 1, 1]
+
+
+def test_the_rows_of_a_step() -> None:
+    schedule = Schedule([(3, 5), (5, 9)], lookahead=2)
+    main, mtp = ([schedule.rows(s, part) for s in (BEFORE, 0, 1)] for part in ("main", "mtp"))
+    assert main == [(0, 3), (3, 5), (5, 9)]
+    assert mtp == [(0, 1), (1, 3), (3, 9)]
+    assert (schedule.complete("main"), schedule.complete("mtp")) == (9, 9)
+    short = Schedule([(0, 1), (1, 2)], lookahead=2)
+    assert [short.rows(s, "mtp") for s in (BEFORE, 0, 1)] == [(0, 0), (0, 0), (0, 2)]
+    assert Schedule([(0, 1)], lookahead=2, samples=False).complete("mtp") == 0
+    rows = np.arange(9)
+    assert schedule.step_of(rows, "main").tolist() == [-1, -1, -1, 0, 0, 1, 1, 1, 1]
+    assert schedule.step_of(rows, "mtp").tolist() == [-1, 0, 0, 1, 1, 1, 1, 1, 1]
 
 
 def test_known_next_tokens_need_no_lookahead() -> None:
