@@ -233,9 +233,8 @@ class _Bytes:
 def _bytes_of(pages: Pages, record: Record, block_size: int) -> Iterator[_Bytes]:
     for place, f in zip(record.places(block_size), record.fields, strict=True):
         nbytes = DTYPE_NBYTES[f.dtype]
-        digits = [(d.size, d.stride) for d in place.digits if d.size > 1]
-        if pages.num_blocks > 1:
-            digits.append((pages.num_blocks, pages.block_stride))
+        digits = [(d.size, d.stride) for d in place.digits]
+        digits.append((pages.num_blocks, pages.block_stride))
         digits.sort(key=lambda digit: digit[1])
         while digits and digits[0][1] == nbytes:
             nbytes *= digits.pop(0)[0]
