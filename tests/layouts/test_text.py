@@ -151,6 +151,10 @@ def test_every_record_comes_back(record: Record) -> None:
         "balanced(8,512:1000) latent:pool(64) indexer:paged(16) glm-5.3/fp8",
         "dcp2(i=1) on 0,3-5|1 kv[latent]:paged(4) x[indexer.2,indexer.0]:paged(8) tiny/fp8",
         "replicated(4) paged(4) bf16[t _78 f e %576] content(model=x)",
+        "dcp2(i=1) paged(64) nvfp4_ds_mla",
+        "dcp2(i=1) paged(64) dsv4",
+        "pcp4*dcp2@pcp(i=1) paged(16) gqa(4,8,128)/bfloat16 heads(0,1|2,3)",
+        "replicated(2) paged(32) gqa(2,4,8)/float16[h t e t16 e2] heads(0|1)",
         "dcp2(i=1)*tp2 paged(4) {key.0-3:(key:bfloat16x8x4h)[h t e]} heads(0,2|1,3) hosts(0-3)",
         "replicated(4) paged(4) tiny/fp8 stages(all.0 on 0,1|all.1-2 on 2,3)",
         "replicated paged(4) {latent.0-2:bf16,indexer.0-8/4:fp8_index[row],latent.3@mtp:bf16}",
@@ -189,9 +193,17 @@ def test_golden_values() -> None:
     )
     one = same("contiguous(2,0:9) paged(1) fp8_ds_mla[t h e]").spec.components
     assert one == (Component("latent", 0, Record(RECORDS["fp8_ds_mla"].fields, "t h e")),)
-    assert RECORDS["fp8_ds_mla"].nbytes == 656
-    assert RECORDS["bf16"].nbytes == 1152
+    nbytes = {name: record.nbytes for name, record in RECORDS.items()}
+    assert nbytes == {
+        "fp8_ds_mla": 656, "bf16": 1152, "fp8_index": 132, "bf16_index": 256,
+        "nvfp4_ds_mla": 352, "dsv4": 584, "dsv41": 528,
+    }  # fmt: skip
     assert RECORDS["fp8_index"].page_nbytes(64) == 8448
+    assert RECORDS["dsv4"].page_pitch(64) % 576 == 0
+    gqa = same("replicated paged(4) gqa(4,8,128)[h t e]").spec
+    assert gqa == KVCacheSpec.of_attention(
+        4, num_heads=8, head_dim=128, key_order="h t e", value_order="h t e"
+    )
     assert same("contiguous(2,0:9) paged(1) tiny").placement.sharding == Contiguous(2, 0, 9)
     content = same("dcp2 paged(1) tiny content(model=x)").spec
     assert content == KVCacheSpec.from_config(MODELS["tiny"], content={"model": "x"})
@@ -246,6 +258,8 @@ def test_golden_values() -> None:
         ("dcp4 paged(4) {latent.0:bf17}", "bf17", 25, "a record: fp8_ds_mla"),
         ("dcp4 paged(4) (a:b)[row]", "a:b", 16, "a field as name:dtypexN"),
         ("dcp4 paged(4) (a:uint9x4)", "(a:uint9x4)", 15, "has dtype 'uint9'"),
+        ("dcp4 paged(4) gqa(4,8)", "gqa(4,8)", 15, "gqa(LAYERS,HEADS,DIM)"),
+        ("dcp4 paged(4) gqa(4,8,8)/int3", "gqa(4,8,8)/int3", 15, "has dtype 'int3'"),
         ("dcp4 paged(4) bf16[t x]", "bf16[t x]", 15, "'x' in order"),
         ("dcp4 paged(4) bf16[t f e %0]", "0", 27, "a page multiple"),
     ],

@@ -17,6 +17,7 @@ word                                         says
 ``latent:pool(64) indexer:paged(64)``        two groups, one for each kind of component
 ``a[latent.0-3,all.7]:paged(4)``             a group by name and members
 ``glm-5.3/fp8``, ``glm-5.3/bfloat16/row``    what a model caches; indexer pages as rows
+``gqa(4,8,128)/bfloat16[h t e]``             keys and values: layers, heads, head size, page order
 ``fp8_ds_mla``, ``bf16[t e]``                one component with this record; its page's order
 ``{latent.0-2:bf16,indexer.0:fp8_index}``    components, in layer order; ``latent.3@mtp:``
 ``content(model=x,weights=sha)``             what the bytes mean, beyond what the model says
@@ -26,7 +27,9 @@ word                                         says
 ===========================================  =====================================================
 
 `format_layout` writes the short form and gives the same value back when read: shardings, pagings
-and layouts print the longer words of their constructors, and those are read as well.
+and layouts print the longer words of their constructors, and those are read as well. The names of
+axes only say which ranks share a shard: a value does not keep them, and ``tp4*dcp2@tp`` comes back
+as ``pcp4*dcp2@pcp``.
 """
 
 from kvflow.layouts.text.layouts import format_layout, parse_layout, parse_members, parse_spec

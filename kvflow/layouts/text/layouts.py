@@ -28,7 +28,7 @@ from kvflow.layouts.text.specs import (
 )
 
 _GROUP = re.compile(
-    r'(?:(?P<name>[\w-]+|"(?:[^"\\]|\\.)*")(?:\[(?P<members>.*)\])?:)?(?P<paging>\w+\([^()]*\))'
+    r'(?:(?P<name>[\w-]+|"(?:[^"\\]|\\.)*")(?:\[(?P<members>.*)\])?:)?(?P<paging>(?:paged|pool|dense)\([^()]*\))'
 )
 _EXTENTS = ("heads", "stages", "hosts", "content")
 

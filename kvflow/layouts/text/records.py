@@ -8,8 +8,15 @@ from attrs import evolve
 
 from kvflow.errors import LayoutError
 from kvflow.layouts.arrangement import WORDS, Arrangement, as_arrangement
+from kvflow.layouts.catalogue import Shape, entry
 from kvflow.layouts.record import Field, Record, index_record, latent_record
 from kvflow.layouts.text.scan import TextError, Word
+
+
+def _catalogued(name: str) -> Record:
+    """The record of a catalogue entry that holds one kind of it."""
+    return entry(name).order(Shape(num_layers=1)).layout.spec.components[0].record
+
 
 RECORDS: Mapping[str, Record] = MappingProxyType(
     {
@@ -17,9 +24,12 @@ RECORDS: Mapping[str, Record] = MappingProxyType(
         "bf16": latent_record("bfloat16", latent_rank=512, rope_dim=64),
         "fp8_index": index_record("fp8", index_dim=128),
         "bf16_index": index_record("bfloat16", index_dim=128),
+        "nvfp4_ds_mla": _catalogued("vllm.nvfp4_ds_mla"),
+        "dsv4": _catalogued("vllm.dsv4"),
+        "dsv41": _catalogued("vllm.dsv41"),
     }
 )
-"""Records of GLM-5.3's sizes by the name that the language has for them."""
+"""Records by the name that the language has for them, latent and indexer in GLM-5.3's sizes."""
 
 _FIELD = re.compile(r"(\w+):([a-z0-9_]+?)x([0-9]+)(?:x([0-9]+)h)?")
 _EXPECTED = f"a record: {', '.join(RECORDS)}, or (name:dtypexN,...)[order]"
@@ -31,18 +41,18 @@ def is_record(word: Word) -> bool:
 
 
 def read_record(word: Word) -> Record:
-    """`NAME`, `NAME[order]` or `(name:dtypexN[xHh],...)[order]`; see `_order`."""
+    """`NAME`, `NAME[order]` or `(name:dtypexN[xHh],...)[order]`; see `read_order`."""
     parts = _bracketed(word)
     base, order = (word, None) if parts is None else parts
     try:
         if base.text in RECORDS:
             named = RECORDS[base.text]
-            return named if order is None else Record(named.fields, _order(order))
+            return named if order is None else Record(named.fields, read_order(order))
         call = base.call()
         if call is None or call[0]:
             word.fail(_EXPECTED)
         fields = tuple(_field(a) for a in call[1])
-        return Record(fields, "row" if order is None else _order(order))
+        return Record(fields, "row" if order is None else read_order(order))
     except TextError:
         raise
     except LayoutError as error:
@@ -63,7 +73,7 @@ def _field(word: Word) -> Field:
     return Field(match[1], match[2], int(match[3]), int(match[4] or 1))
 
 
-def _order(word: Word) -> Arrangement:
+def read_order(word: Word) -> Arrangement:
     """`row`, `planar`, one order (`t h e`), or planes (`a,b: t f e | c: t e`); `%N` behind it
     rounds pages up to a multiple of N bytes."""
     body, _, multiple = word.text.partition("%")
@@ -78,15 +88,16 @@ def format_record(record: Record) -> str:
         if known == record:
             return name
         if known.fields == record.fields:
-            return f"{name}[{_order_text(record)}]"
+            return f"{name}[{order_text(record)}]"
     fields = ",".join(
         f"{f.name}:{f.dtype}x{f.num_elements}" + (f"x{f.num_heads}h" if f.num_heads > 1 else "")
         for f in record.fields
     )
-    return f"({fields})[{_order_text(record)}]"
+    return f"({fields})[{order_text(record)}]"
 
 
-def _order_text(record: Record) -> str:
+def order_text(record: Record) -> str:
+    """The order of a record's pages, as it stands in brackets."""
     multiple = record.arrangement.page_multiple
     rounded = f" %{multiple}" if multiple > 1 else ""
     for order in (*WORDS, " ".join(record.arrangement.planes[0].order)):

@@ -2,16 +2,24 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Any, get_args
 
 from kvflow.errors import LayoutError
+from kvflow.layouts.arrangement import Arrangement
 from kvflow.layouts.record import KVDType, Record
 from kvflow.layouts.spec import GLM_5_3, Component, Kind, KVCacheSpec, Part
-from kvflow.layouts.text.records import RECORDS, format_record, is_record, read_record
+from kvflow.layouts.text.records import (
+    RECORDS,
+    format_record,
+    is_record,
+    order_text,
+    read_order,
+    read_record,
+)
 from kvflow.layouts.text.scan import TextError, Word
 
 TINY: Mapping[str, Any] = MappingProxyType(
@@ -32,8 +40,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Models by name. The caches of GLM-5.2 and 5.3 have the same shape."""
 
 _INDEX = ("planar", "row")
+_GQA = re.compile(r"gqa\(([1-9][0-9]*),([1-9][0-9]*),([1-9][0-9]*)\)(?:/(\w+))?(?:\[(.*)\])?")
 EXPECTED = (
-    f"a model ({', '.join(MODELS)}, with /{'|'.join(get_args(KVDType))} and /row if wanted), "
+    f"a model ({', '.join(MODELS)}, with /{'|'.join(get_args(KVDType))} and /row if wanted; or "
+    f"gqa(LAYERS,HEADS,DIM)/DTYPE[order]), "
     f"a record ({', '.join(RECORDS)}) or {{component:record,...}}"
 )
 _ITEM = re.compile(
@@ -44,7 +54,8 @@ _LAYERS = re.compile(r"([0-9]+)(?:-([0-9]+)(?:/([0-9]+))?)?")
 
 def is_spec(word: Word) -> bool:
     """Whether a word looks like a spec."""
-    return word.text.startswith("{") or word.text.split("/")[0] in MODELS or is_record(word)
+    known = word.text.split("/")[0] in MODELS or word.text.startswith(("{", "gqa("))
+    return known or is_record(word)
 
 
 def read_spec(word: Word) -> KVCacheSpec:
@@ -53,6 +64,8 @@ def read_spec(word: Word) -> KVCacheSpec:
     try:
         if word.text.startswith("{"):
             return KVCacheSpec(tuple(c for brace in _braces(word) for c in _read_brace(brace)))
+        if word.text.startswith("gqa("):
+            return _read_gqa(word)
         if is_record(word):
             record = read_record(word)
             return KVCacheSpec((Component(_kind_of(record), 0, record),))
@@ -89,6 +102,29 @@ def _read_model(word: Word) -> KVCacheSpec:
 @lru_cache
 def _model(name: str, dtype: str, index: str) -> KVCacheSpec:
     return KVCacheSpec.from_config(MODELS[name], kv_dtype=dtype, index_arrangement=index)  # type: ignore[arg-type]
+
+
+def _read_gqa(word: Word) -> KVCacheSpec:
+    match = _GQA.fullmatch(word.text)
+    if match is None:
+        word.fail("gqa(LAYERS,HEADS,DIM), with /DTYPE and [order] if wanted")
+    layers, heads, dim = (int(match[i]) for i in (1, 2, 3))
+    order = read_order(word.sub(match.start(5), match.end(5))) if match[5] else "t h e"
+    return _gqa(layers, heads, dim, match[4] or "bfloat16", order)
+
+
+@lru_cache
+def _gqa(
+    num_layers: int, num_heads: int, head_dim: int, dtype: str, order: Arrangement | str
+) -> KVCacheSpec:
+    return KVCacheSpec.of_attention(
+        num_layers,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        kv_dtype=dtype,
+        key_order=order,
+        value_order=order,
+    )
 
 
 # --- components -----------------------------------------------------------------------------------
@@ -154,18 +190,32 @@ def format_layers(layers: Sequence[int]) -> str:
 
 def format_spec(spec: KVCacheSpec) -> list[str]:
     """The words of a spec: the model or the components, and the content where it has to be said."""
-    for name, dtype, index in product(MODELS, get_args(KVDType), _INDEX):
-        known = _model(name, dtype, index)
+    for name, known in _named(spec):
         if known.components == spec.components and _extends(known.content, spec.content):
             own = [pair for pair in spec.content if pair not in known.content]
-            options = f"/{dtype}" + (f"/{index}" if index != "planar" else "")
-            return [name + options, *_content_words(own)]
+            return [name, *_content_words(own)]
     if len(spec.components) == 1:
         component = spec.components[0]
         if component == Component(_kind_of(component.record), 0, component.record):
             return [format_record(component.record), *_content_words(spec.content)]
     braces = "".join(f"{{{_format_brace(run)}}}" for run in _ordered_runs(spec.components))
     return [braces, *_content_words(spec.content)]
+
+
+def _named(spec: KVCacheSpec) -> Iterator[tuple[str, KVCacheSpec]]:
+    """Names that a spec might have, with what each of them means."""
+    first = spec.components[0] if spec.components else None
+    if first is not None and [f.name for f in first.record.fields] == ["key"] == [first.kind]:
+        field, order = first.record.fields[0], order_text(first.record)
+        numbers = (len(spec.components) // 2, field.num_heads, field.num_elements)
+        usual = "" if order == "row" else f"[{order}]"
+        said = f"gqa({','.join(map(str, numbers))})/{field.dtype}{usual}"
+        if numbers[0]:
+            yield said, _read_gqa(Word(said, 0, said))
+        return
+    for name, dtype, index in product(MODELS, get_args(KVDType), _INDEX):
+        options = f"/{dtype}" + (f"/{index}" if index != "planar" else "")
+        yield name + options, _model(name, dtype, index)
 
 
 def _extends(known: Iterable[tuple[str, str]], said: Iterable[tuple[str, str]]) -> bool:
