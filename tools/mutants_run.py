@@ -180,7 +180,17 @@ def _swap(mutant: Mutant) -> bool:
     if not isinstance(found, types.FunctionType):
         return False
     found.__code__ = code
+    _forget()
     return True
+
+
+def _forget() -> None:
+    """Empties what functions of the package remember, or a change would go unnoticed."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvflow"):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 def warm(

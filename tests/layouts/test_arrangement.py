@@ -121,6 +121,8 @@ def test_places_of_one_plane_end_where_the_next_begins() -> None:
         [FieldPlace("a", 1, (Digit("e", 4, 6), Digit("t", 3, 2)))], 1 + 2 * 24,
     )  # fmt: skip
     assert places[0].along("h") == ()
+    places, end = place_fields(Plane(("a",), "t h e"), extents[:1], 0)
+    assert (places[0].along("h"), end) == ((Digit("h", 1, 8),), 24), "an axis not told has a step"
 
 
 def test_pages_are_rounded_up_to_the_multiple() -> None:
@@ -153,7 +155,7 @@ def test_words_stand_for_orders() -> None:
 def test_texts_are_read_back() -> None:
     for text in (
         "[a: t e]", "[a,b: t f e] %576", "[a: h t e t16 e2 | b: t _2 e]", "[*: t h f e]",
-        "[a: t e] %10",
+        "[a: t e] %10", "[a: t e] %2",
     ):  # fmt: skip
         assert str(Arrangement.read(text)) == text
     assert Arrangement.read("[ a , b :  t f e|c:t e]") == Arrangement(
