@@ -172,7 +172,10 @@ def block_outermost(
     layout: KVLayout, rank: int, num_blocks: Mapping[str, int], multiple: int = 1
 ) -> MemoryOrder:
     """All pages of a block together, in the order of the group's components; a block takes a
-    multiple of `multiple` bytes. One region for each group."""
+    multiple of `multiple` bytes. One region for each group. Raises `LayoutError` for a multiple
+    below 1."""
+    if integer(multiple, "multiple") < 1:
+        raise LayoutError(f"blocks of a multiple of {multiple} bytes, must be at least 1")
     places: dict[str, Place] = {}
     for group in layout.groups:
         mine = [(name, pitch) for name, g, pitch in _pitches(layout, rank) if g == group]

@@ -63,6 +63,9 @@ def test_block_outermost_packs_the_layers_of_a_block():
     rounded = block_outermost(rows_layout(3), 0, {"kv": 5}, multiple=64)
     assert {p.block_stride for p in rounded.pages} == {128}
     assert rounded.nbytes == 4 * 128 + 96
+    for wrong in (0, -64, 1.5):
+        with pytest.raises(LayoutError, match="multiple"):
+            block_outermost(rows_layout(3), 0, {"kv": 5}, multiple=wrong)
 
 
 def test_a_block_of_glm_5_3():
