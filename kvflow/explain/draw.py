@@ -49,8 +49,15 @@ class Scale:
             return GAP_W, CELL_H if self.detailed else PAGE_H
         if not self.detailed:
             return PAGE, PAGE_H
-        columns = min(len(page.tokens), COLUMNS)
-        return CELL * columns + 4, CELL_H * -(-len(page.tokens) // columns) + 4
+        num = len(shown_slots(page))
+        columns = min(num, COLUMNS)
+        return CELL * columns + 4, CELL_H * -(-num // columns) + 4
+
+
+def shown_slots(page: Page) -> tuple[int, ...]:
+    """The slots of a page that are drawn one by one: not the empty rows at its end."""
+    held = sum(token >= 0 for token in page.tokens)
+    return page.tokens[: max(COLUMNS, -(-held // COLUMNS) * COLUMNS)]
 
 
 def draw_plan(plan: Plan) -> str:
@@ -143,8 +150,9 @@ def _cells(canvas: Canvas, page: Page, scale: Scale, x: float, y: float) -> None
     w, h = scale.size(page)
     said = f"page {page.entry}: {tokens_text(page.tokens)}"
     canvas.rect(x, y, w, h, rx=3, fill="#ffffff", stroke="#596174", title=said)
-    columns = min(len(page.tokens), COLUMNS)
-    for i, token in enumerate(page.tokens):
+    slots = shown_slots(page)
+    columns = min(len(slots), COLUMNS)
+    for i, token in enumerate(slots):
         left, top = x + 2.5 + i % columns * CELL, y + 2.5 + i // columns * CELL_H
         canvas.rect(left, top, CELL - 1, CELL_H - 1, rx=2, **scale.fill(token))
         if token >= 0:
@@ -221,6 +229,9 @@ def _notes(plan: Plan, lanes: tuple[Lane, ...], component: str, scale: Scale) ->
     if len(pairs) > 1:
         said = "; ".join(f"{n} components {a} to {b}" for (a, b), n in pairs.items())
         yield f"pages are those of {component}, bands are of all groups: {said}"
+    pages = [page for lane in lanes for page in lane.pages if isinstance(page, Page)]
+    if scale.detailed and any(shown_slots(page) != page.tokens for page in pages):
+        yield "of the empty slots at the end of a page, whole rows are not drawn"
     if not scale.detailed:
         yield f"a page shows at most {MAX_STRIPS} of its tokens, and below them its ends"
     if any(lane.num_hidden_pages for lane in lanes):
