@@ -26,8 +26,8 @@ word                                         says
 ``hosts(0-3|4-7)``                           ranks that can copy to each other without a link
 ===========================================  =====================================================
 
-`format_layout` writes the short form and gives the same value back when read: shardings, pagings
-and layouts print the longer words of their constructors, and those are read as well. The names of
+`format_layout` writes the short form, which gives the same value when read. Shardings, placements
+and pagings print longer words (``round_robin(8,i=16)``), and those are read as well. The names of
 axes only say which ranks share a shard: a value does not keep them, and ``tp4*dcp2@tp`` comes back
 as ``pcp4*dcp2@pcp``.
 """
