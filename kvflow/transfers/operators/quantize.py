@@ -1,7 +1,7 @@
 """Quantize and Dequantize: between the float and the fp8 form of one cache, while it moves.
 
-Both forms are layouts of one model whose content differs in the dtypes alone. Bytes follow
-`kvflow.kernels.codec`; rounding and values that are not finite: docs/decisions/0003.
+Both forms are layouts of one model whose content differs in its format alone (`FORMAT`). Bytes
+follow `kvflow.kernels.codec`; rounding and values that are not finite: docs/decisions/0003.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,14 @@ from kvflow.kernels.codec import (
 )
 from kvflow.kernels.rows import gather_rows, scatter_rows
 from kvflow.layouts.identity import FORMAT
+from kvflow.layouts.identity import FORMAT
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.record import Record
 from kvflow.layouts.spec import Component, KVCacheSpec
 from kvflow.transfers.executors.base import require_caches
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.operators.protocol import Caches, Operator, check_bound, check_claims
+from kvflow.transfers.operators.reassemble import copy_on_hosts
 
 FP8 = "float8_e4m3fn"
 _FLOATS = {
@@ -109,6 +111,7 @@ class _Convert(Operator):
                     convert = converter(self.source.spec[name], self.target.spec[name])
                     rows = convert(gather_rows(sources[src_rank].pages[name], src))
                     scatter_rows(target.pages[name], dst, rows)
+        copy_on_hosts(bound, targets)
 
 
 def _as_stored(source: KVLayout, target: KVLayout) -> KVCacheSpec:
@@ -126,7 +129,7 @@ class Quantize(_Convert):
 
     Law: the bytes of token t in the target are `encode_latent` and `encode_index_key` of its
     values in the source, bit for bit. Raises at construction `ContentMismatch` if more than the
-    dtypes differ, and `LayoutError` for other dtypes or fields."""
+    format differs, and `LayoutError` for other dtypes or fields."""
 
     def __attrs_post_init__(self) -> None:
         self._check(plain=self.source, packed=self.target)

@@ -33,7 +33,7 @@ def gathering(case: Case, padded: bool = False):
     return make, make(ThreadComm(ThreadGroup(size), 0))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(case=gather_cases(), padded=st.booleans())
 def test_all_gather_keeps_the_law_on_every_rank(case: Case, padded: bool) -> None:
     make, stage = gathering(case, padded)
