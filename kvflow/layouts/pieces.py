@@ -45,8 +45,8 @@ def pieces_of(
         (_, stride), *tiles = _joined(place.along("t"))
         head = _steps(place.along("h"), np.arange(*heads))
         element = _steps(place.along("e"), np.arange(num_elements))
-        at = place.offset + (head[:, None] + element).reshape(-1)
-        first = np.flatnonzero(np.diff(at, prepend=at[0] - item_nbytes - 1) != item_nbytes)
+        at = (place.offset + head[:, None] + element).ravel()
+        first = np.flatnonzero(np.append(True, np.diff(at) != item_nbytes))
         nbytes = np.diff(np.append(first, len(at))) * item_nbytes
         for begin, size in zip(at[first].tolist(), nbytes.tolist(), strict=True):
             piece = Piece(begin, stride, size, record_offset, tuple(tiles))
@@ -76,9 +76,9 @@ def _joined(digits: tuple[Digit, ...]) -> list[tuple[int, int]]:
 def _steps(digits: tuple[Digit, ...], index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Bytes that each index along an axis steps from the first item."""
     steps = np.zeros_like(index)
-    for d in reversed(digits[1:]):
+    for d in reversed(digits):
         steps, index = steps + index % d.size * d.stride, index // d.size
-    return steps + index * digits[0].stride if digits else steps
+    return steps
 
 
 def refine(a: Sequence[Piece], b: Sequence[Piece]) -> list[tuple[Piece, Piece]]:

@@ -29,6 +29,7 @@ K, V = Field("k", "bfloat16", 4, 2), Field("v", "bfloat16", 4, 2)
         ("t t2 h e", 4, [Piece(0, 16, 16, 0)]),  # digits that step on evenly are one
         ("t h t2 e", 4, [Piece(16 * h, 32, 8, 8 * h, ((2, 8),)) for h in range(2)]),
         ("t h t2 t2 e", 8, [Piece(32 * h, 64, 8, 8 * h, ((4, 8),)) for h in range(2)]),
+        ("t h t2 t2 e", 16, [Piece(32 * h, 64, 8, 8 * h, ((4, 8),)) for h in range(2)]),
         ("t h t2 _2 t2 e", 8, [Piece(64 * h, 128, 8, 8 * h, ((2, 32), (2, 8)))
                                for h in range(2)]),
     ],
