@@ -5,6 +5,7 @@ array, which numpy indexes a cache's worth at a time: the copy in between never 
 and its pages are not touched for the first time again and again.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,13 @@ class _Items:
     src: _Side
     dst: _Side
 
-    def copy(self, src: _Bytes, dst: _Bytes) -> None:
+    def chunks(self, src: _Bytes, dst: _Bytes) -> Iterator[None]:
         dtype = f"u{self.nbytes}" if self.nbytes in _NATIVE else f"V{self.nbytes}"
         here, there = self.src.items(src, dtype), self.dst.items(dst, dtype)
         step = max(CHUNK_NBYTES // self.nbytes, 1)
         for i in range(0, len(self.src.index), step):
             there[self.dst.index[i : i + step]] = here[self.src.index[i : i + step]]
+            yield
 
 
 @frozen(eq=False)
@@ -90,20 +92,26 @@ class RangeCopy:
     def copy(self, src: Tensor, dst: Tensor) -> None:
         """Between uint8 vectors in host memory that share no byte. Touches nothing else of `dst`.
         Raises `LayoutError` before a byte moves for a range that leaves either."""
+        for _ in self.chunks(src, dst):
+            pass
+
+    def chunks(self, src: Tensor, dst: Tensor) -> Iterator[None]:
+        """`copy` in steps of a cache's worth of bytes each: whoever moves from several sources to
+        neighbouring places takes turns between them, while those places are in the cache."""
         for side, memory, (first, end) in (
             ("source", src, self.src_reach),
             ("target", dst, self.dst_reach),
         ):
-            if first < 0 or end > len(memory):
+            if first < 0 or end > memory.numel():
                 raise LayoutError(
-                    f"ranges reach bytes [{first}, {end}) of a {side} of {len(memory)} bytes"
+                    f"ranges reach bytes [{first}, {end}) of a {side} of {memory.numel()} bytes"
                 )
         source, target = src.numpy(), dst.numpy()
         here, there = memoryview(source), memoryview(target)  # type: ignore[arg-type]
         for a, b in self.slices:
             there[b] = here[a]
         for items in self.items:
-            items.copy(source, target)
+            yield from items.chunks(source, target)
 
 
 def _reach(begin: Ints, nbytes: Ints) -> tuple[int, int]:

@@ -1,10 +1,12 @@
 """The torch executor: lowers a link once for all components that look alike, then copies bytes.
 
-On a CPU a link is byte ranges: whole pages and long runs are slices, short rows indexed items. On
-a GPU one kernel moves rows from pages to pages.
+On a CPU a link is byte ranges: whole pages and long runs are slices, short rows indexed items. The
+links to one target take turns, for ranks that are interleaved write neighbouring rows. On a GPU one
+kernel moves rows from pages to pages.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, product, zip_longest
 
 import numpy as np
 import torch
@@ -23,12 +25,15 @@ from kvflow.transfers.lower import (
     descriptors,
     paired_pieces,
 )
+from kvflow.transfers.plan import PlanPart
 from kvflow.transfers.slot_cuts import cut_runs, take_runs
 
 MAX_RANGES = 1 << 20
 """Byte ranges that are lowered at a time."""
 
 Pages = Mapping[str, PageView]
+Link = tuple[SlotRuns, Pages]
+"""What is moved, and the pages of the rank it comes from."""
 
 
 class StridedExecutor:
@@ -43,11 +48,20 @@ class StridedExecutor:
         require_caches(bound, sources, targets)
         _check_pages(bound, sources, targets)
         for dst_rank, target in targets.items():
-            for part, src_rank, runs in bound.links_to(dst_rank):
-                move_link(runs, part.components, sources[src_rank].pages, target.pages)
+            for part, links in _by_part(bound.links_to(dst_rank), sources):
+                move_links(links, part.components, target.pages)
         for dst_rank, target in targets.items():
-            for part, rank, runs in bound.copies_to(dst_rank):
-                move_link(runs, part.components, targets[rank].pages, target.pages)
+            for part, links in _by_part(bound.copies_to(dst_rank), targets):
+                move_links(links, part.components, target.pages)
+
+
+def _by_part(
+    moves: Iterable[tuple[PlanPart, int, SlotRuns]], caches: Mapping[int, RankCache]
+) -> Iterator[tuple[PlanPart, list[Link]]]:
+    """The links of each part."""
+    for _, group in groupby(moves, key=lambda move: id(move[0])):
+        same = list(group)
+        yield same[0][0], [(runs, caches[rank].pages) for _, rank, runs in same]
 
 
 def _check_pages(
@@ -71,26 +85,33 @@ def _check_pages(
                         )
 
 
-def move_link(runs: SlotRuns, components: Iterable[str], src: Pages, dst: Pages) -> None:
-    """Moves the components of one link; those whose pages look alike are lowered together. Raises
-    `PlanError` for a slot that a cache does not have, before a byte of that component moves."""
-    alike: dict[tuple[object, ...], list[tuple[PageView, PageView]]] = {}
+def move_links(links: Sequence[Link], components: Iterable[str], dst: Pages) -> None:
+    """Moves the components of the links to one target; those whose pages look alike are lowered
+    together. Raises `PlanError` for a slot that a cache does not have, before a byte of that
+    component moves."""
+    alike: dict[tuple[object, ...], list[str]] = {}
     for name in components:
-        ends = src[name], dst[name]
-        alike.setdefault(tuple(map(_shape, ends)), []).append(ends)
-    for views in alike.values():
-        here, there = map(_geometry, views[0])
-        _check_slots(runs, here, there)
-        if views[0][0].memory.device.type == "cpu":
-            _move_ranges(runs, here, there, views)
+        views = (dst[name], *(src[name] for _, src in links))
+        alike.setdefault(tuple(map(_shape, views)), []).append(name)
+    for names in alike.values():
+        first = names[0]
+        for runs, src in links:
+            _check_slots(runs, src[first], dst[first])
+        if dst[first].memory.device.type == "cpu":
+            _move_ranges(links, names, dst)
         else:
-            for ends in views:
-                _move_rows(runs, *ends)
+            for name, (runs, src) in product(names, links):
+                _move_rows(runs, src[name], dst[name])
+
+
+def move_link(runs: SlotRuns, components: Iterable[str], src: Pages, dst: Pages) -> None:
+    """Moves the components of one link."""
+    move_links([(runs, src)], components, dst)
 
 
 def move_runs(runs: SlotRuns, src: PageView, dst: PageView) -> None:
     """Moves one component on one link."""
-    move_link(runs, ["it"], {"it": src}, {"it": dst})
+    move_links([(runs, {"it": src})], ["it"], {"it": dst})
 
 
 def _shape(view: PageView) -> tuple[object, ...]:
@@ -102,39 +123,48 @@ def _geometry(view: PageView) -> PageGeometry:
     return PageGeometry(view.record, view.block_size, 0, view.block_stride, view.num_blocks)
 
 
-def _check_slots(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> None:
+def _check_slots(runs: SlotRuns, src: PageView, dst: PageView) -> None:
     for side, first, stride, pages in (
         ("source", runs.src, runs.src_stride, src),
         ("target", runs.dst, runs.dst_stride, dst),
     ):
-        last, num_slots = (first + (runs.count - 1) * stride), pages.num_blocks * pages.block_size
-        if len(last) and int(last.max()) >= num_slots:
+        last = first + (runs.count - 1) * stride
+        if len(last) and int(last.max()) >= pages.num_slots:
             raise PlanError(
-                f"the plan uses slot {int(last.max())} of a {side} cache of {num_slots}"
+                f"the plan uses slot {int(last.max())} of a {side} cache of {pages.num_slots}"
             )
 
 
-def _move_ranges(
-    runs: SlotRuns,
-    src: PageGeometry,
-    dst: PageGeometry,
-    views: Iterable[tuple[PageView, PageView]],
-) -> None:
-    for ranges in _ranges(runs, src, dst):
-        prepared = RangeCopy.of(ranges)
-        for a, b in views:
-            prepared.copy(a.memory[a.offset :], b.memory[b.offset :])
+def _move_ranges(links: Sequence[Link], names: Sequence[str], dst: Pages) -> None:
+    """Components that look alike, from all sources in turns."""
+    there, most = dst[names[0]], max(MAX_RANGES // len(links), 1)
+    lowered = [
+        _ranges(runs, _geometry(src[names[0]]), _geometry(there), most) for runs, src in links
+    ]
+    for ranges in zip_longest(*lowered):
+        prepared = [None if r is None else RangeCopy.of(r) for r in ranges]
+        for name in names:
+            target = dst[name].memory[dst[name].offset :]
+            turns = [
+                copy.chunks(src[name].memory[src[name].offset :], target)
+                for copy, (_, src) in zip(prepared, links, strict=True)
+                if copy is not None
+            ]
+            for _ in zip_longest(*turns):
+                pass
 
 
-def _ranges(runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> Iterator[Descriptors]:
-    """The byte ranges of a link, a bounded number at a time."""
+def _ranges(
+    runs: SlotRuns, src: PageGeometry, dst: PageGeometry, most: int
+) -> Iterator[Descriptors]:
+    """The byte ranges of a link, whole pages first, then at most so many at a time."""
     pairs = paired_pieces(src, dst, runs.src_heads, runs.dst_heads)
     if src.record == dst.record and src.block_size == dst.block_size:
         whole = runs.are_whole(src.block_size) & src.record.is_solid(src.block_size)
         if whole.any():
             yield _pages(take_runs(runs, whole), src, dst)
             runs = take_runs(runs, ~whole)
-    for part in cut_runs(runs, max(MAX_RANGES // len(pairs), 1)):
+    for part in cut_runs(runs, max(most // len(pairs), 1)):
         yield descriptors(part, src, dst)
 
 
