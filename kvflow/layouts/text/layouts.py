@@ -122,7 +122,8 @@ def _sorted(words: list[Word]) -> tuple[list[Word], list[Word], dict[str, Word]]
         elif is_spec(word):
             specs.append(word)
         else:
-            word.fail(f"{PAGINGS}; {EXPECTED}; or one of {', '.join(_EXTENTS)} with (...)")
+            called = f"{PAGINGS}; or {', '.join(f'{e}(...)' for e in _EXTENTS)}"
+            word.fail(called if "(" in word.text else EXPECTED)
     return groups, specs, extents
 
 

@@ -42,8 +42,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _INDEX = ("planar", "row")
 _GQA = re.compile(r"gqa\(([1-9][0-9]*),([1-9][0-9]*),([1-9][0-9]*)\)(?:/(\w+))?(?:\[(.*)\])?")
 EXPECTED = (
-    f"a model ({', '.join(MODELS)}, with /{'|'.join(get_args(KVDType))} and /row if wanted; or "
-    f"gqa(LAYERS,HEADS,DIM)/DTYPE[order]), "
+    f"a model ({', '.join(MODELS)}, gqa(LAYERS,HEADS,DIM)), "
     f"a record ({', '.join(RECORDS)}) or {{component:record,...}}"
 )
 _ITEM = re.compile(
