@@ -1,9 +1,10 @@
 """Measures the constants of the cost model on this machine: NIXL between two processes.
 
-Every constant comes from whole pulls of real endpoints, so it holds what they hold: lanes, lists,
-the cost of a request. The wire's two constants are solved from one payload moved as pages and as
-rows; those of local copies from staged rows of two sizes, less the wire; the round trip is what a
-packed token takes longer than a direct one.
+Every constant comes from whole pulls of real endpoints, less the pull of one token in the same
+way: what a link costs before its first byte is the same for every way and no part of the model. The
+wire's two constants are solved from one payload moved as pages and as rows; those of local copies
+from staged rows of two sizes, less the wire; the round trip is what a packed token takes longer
+than a direct one.
 """
 
 import multiprocessing as mp
@@ -133,21 +134,22 @@ def measure(tokens: int = 4096, rounds: int = 7) -> Costs:
         Workload(tokens * 4, 1, small=True),
     ]
     here, there = context.Pipe()
-    child = context.Process(target=_serve, args=(there, key, workloads))
+    child = context.Process(target=_serve, args=(there, key, workloads), daemon=True)
     child.start()
     targets = [_Target(w, key, e) for w, e in zip(workloads, here.recv(), strict=True)]
     pages, rows, small = targets
-    seconds = _medians(
-        {
-            "pages": pages.pull("pages"),
-            "rows": rows.pull("strided"),
-            "large": rows.pull("stage"),
-            "small": small.pull("stage"),
-            "packed": rows.pull("pack", 1),
-            "direct": rows.pull("strided", 1),
-        },
-        rounds,
-    )
+    ways: dict[str, tuple[_Target, Strategy]] = {
+        "pages": (pages, "pages"),
+        "rows": (rows, "strided"),
+        "large": (rows, "stage"),
+        "small": (small, "stage"),
+    }
+    methods = {name: target.pull(way) for name, (target, way) in ways.items()}
+    methods |= {f"{name}, one token": t.pull(way, 1) for name, (t, way) in ways.items()}
+    methods["packed, one token"] = rows.pull("pack", 1)
+    medians = _medians(methods, rounds)
+    seconds = {name: medians[name] - medians[f"{name}, one token"] for name in ways}
+    seconds["trip"] = medians["packed, one token"] - medians["rows, one token"]
     costs = _solve(seconds, pages, rows, small)
     for target in targets:
         target.endpoint.close()
@@ -177,22 +179,25 @@ def _solve(seconds: dict[str, float], pages: _Target, rows: _Target, small: _Tar
         left = seconds[name] - wire.seconds(descriptors, nbytes)
         equations.append((pieces, target.workload.bound().plan.nbytes, left))
     trips = len(predict(rows.workload.bound(1), Costs()))
-    round_trip = max(seconds["packed"] - seconds["direct"], 0.0) / trips
+    round_trip = max(seconds["trip"], 0.0) / trips
     return Costs(wire, _rate(*equations), round_trip)
 
 
-def _rate(a: tuple[int, int, float], b: tuple[int, int, float]) -> Rate:
-    """The rate under which both (items, bytes) take their seconds; a constant that would be
-    negative is noise, and 0. Raises `TransferError` if neither is positive."""
-    (n1, b1, t1), (n2, b2, t2) = a, b
-    per_item, per_byte = np.linalg.solve([[n1, b1], [n2, b2]], [t1, t2])
-    if per_item < 0:
-        per_item, per_byte = 0.0, (t1 + t2) / (b1 + b2)
-    elif per_byte < 0:
-        per_item, per_byte = (t1 + t2) / (n1 + n2), 0.0
-    if min(t1, t2) <= 0:
-        raise TransferError(f"{a} and {b} (items, bytes, seconds) fit no costs: measure again")
-    return Rate(float(per_item), float(per_byte))
+def _rate(*measured: tuple[int, int, float]) -> Rate:
+    """The rate under which two (items, bytes) take their seconds, as nearly as rates that are not
+    negative can. Raises `TransferError` if nothing took any time."""
+    seconds = np.array([t for *_, t in measured])
+    counts = np.array([some for *some, _ in measured], np.float64)
+    rates = [np.linalg.solve(counts, seconds)]
+    for column in (0, 1):  # one constant alone, where two would need a negative one
+        one = np.zeros(2)
+        one[column] = counts[:, column] @ seconds / (counts[:, column] @ counts[:, column])
+        rates.append(one)
+    lawful = [rate for rate in rates if rate.min() >= 0 and rate.max() > 0]
+    if not lawful:
+        raise TransferError(f"{measured} (items, bytes, seconds) fit no costs: measure again")
+    best = min(lawful, key=lambda rate: float(np.abs(counts @ rate - seconds).sum()))
+    return Rate(float(best[0]), float(best[1]))
 
 
 def as_text(costs: Costs) -> str:

@@ -191,7 +191,8 @@ def choose(
     chosen = ways("pages", runs, src, dst)
     if chosen and chosen[-1][0] != "pages":
         rest = chosen.pop()[1]
-        options = [s for s in STRATEGIES if s in set(allowed) and s != "pages"]
+        others: tuple[Strategy, ...] = ("strided", "stage", "pack")  # runs are as many as strided
+        options = [s for s in others if s in set(allowed)]
 
         def seconds(option: Strategy) -> float:
             return estimate(costs, option, rest, src, dst, num_components).seconds

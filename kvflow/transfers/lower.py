@@ -1,6 +1,7 @@
 """Lowering: a plan plus bindings -> slots, and slots plus page geometry -> byte descriptors."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.memory import pages_are_apart
 from kvflow.layouts.paging import bytes_of_slots, in_page, page_of, slots_of
 from kvflow.layouts.pieces import Heads, Piece, refine
-from kvflow.layouts.record import Record
+from kvflow.layouts.record import CACHED_PAGES, Record
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 from kvflow.transfers.verify import verify_plan
@@ -202,16 +203,28 @@ def paired_pieces(
     """The bytes of a token in some heads of either side (default: all) as pieces that are
     contiguous on both. Raises `PlanError` for records with different fields, or another number of
     heads."""
-    if _stored(src.record) != _stored(dst.record):
-        raise PlanError(f"records differ: source {src.record}, target {dst.record}")
-    if src.record.row_nbytes(src_heads) != dst.record.row_nbytes(dst_heads):
-        raise PlanError(
-            f"heads {src_heads or 'all'} of {src.record} do not pair with "
-            f"heads {dst_heads or 'all'} of {dst.record}"
-        )
-    return refine(
-        src.record.pieces(src.block_size, src_heads), dst.record.pieces(dst.block_size, dst_heads)
+    return list(
+        _paired(src.record, src.block_size, dst.record, dst.block_size, src_heads, dst_heads)
     )
+
+
+@lru_cache(CACHED_PAGES)
+def _paired(
+    src: Record,
+    src_size: int,
+    dst: Record,
+    dst_size: int,
+    src_heads: Heads | None,
+    dst_heads: Heads | None,
+) -> tuple[tuple[Piece, Piece], ...]:
+    if _stored(src) != _stored(dst):
+        raise PlanError(f"records differ: source {src}, target {dst}")
+    if src.row_nbytes(src_heads) != dst.row_nbytes(dst_heads):
+        raise PlanError(
+            f"heads {src_heads or 'all'} of {src} do not pair with "
+            f"heads {dst_heads or 'all'} of {dst}"
+        )
+    return tuple(refine(src.pieces(src_size, src_heads), dst.pieces(dst_size, dst_heads)))
 
 
 def _stored(record: Record) -> list[tuple[str, str, int]]:

@@ -96,13 +96,15 @@ def _listed(
 
 def _addressed(job: Job, mine: Geometries) -> Iterator[Post]:
     ranges = descriptors(job.runs, job.src, job.dst)
-    src, dst = ranges.src - job.src.base, ranges.dst - job.dst.base
+    here, there = (
+        np.add.outer(np.array([at[name].base for name in job.names], np.int64), begin).ravel()
+        for at, begin in ((job.peer.geometries, ranges.src), (mine, ranges.dst))
+    )
+    nbytes = np.tile(ranges.nbytes, len(job.names))
     step = _step(-(-ranges.total_nbytes // len(ranges)))
-    for name in job.names:
-        here, there = src + job.peer.geometries[name].base, dst + mine[name].base
-        for i in range(0, len(ranges), step):
-            some = slice(i, i + step)
-            yield AddressPost(job.peer, mine, here[some], there[some], ranges.nbytes[some])
+    for i in range(0, len(nbytes), step):
+        some = slice(i, i + step)
+        yield AddressPost(job.peer, mine, here[some], there[some], nbytes[some])
 
 
 def _step(nbytes: int) -> int:

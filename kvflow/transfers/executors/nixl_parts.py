@@ -20,7 +20,7 @@ from kvflow.transfers.executors.staging import ALIGNMENT
 from kvflow.transfers.lower import PageGeometry, SlotRuns
 from kvflow.transfers.slot_cuts import cut_runs
 
-PART_NBYTES = 1 << 20
+PART_NBYTES = 1 << 19
 """Bytes of a part: what was read must still be in the cache when it is placed, and a request
 costs some 30 us whatever its size."""
 AHEAD = 2

@@ -37,6 +37,7 @@ from kvflow.transfers.executors.staging import StagingArea
 
 BUSY_SLEEP = 0.0002
 IDLE_SLEEP = 0.001
+LONGEST_SLEEP = 0.008
 _BUSY_FOR = 0.05
 _LEASE_LIMIT = 3600.0
 
@@ -123,12 +124,16 @@ class Service:
         self._thread.join()
 
     def _run(self) -> None:
-        busy_until = 0.0
+        busy_until, idle = 0.0, IDLE_SLEEP
         while not self._stopped:
             if self._turn() or self._wake.is_set():
                 self._wake.clear()
-                busy_until = time.monotonic() + _BUSY_FOR
-            self._wake.wait(BUSY_SLEEP if time.monotonic() < busy_until else IDLE_SLEEP)
+                busy_until, idle = time.monotonic() + _BUSY_FOR, IDLE_SLEEP
+            if time.monotonic() < busy_until:
+                self._wake.wait(BUSY_SLEEP)
+            else:
+                self._wake.wait(idle)
+                idle = min(idle * 1.25, LONGEST_SLEEP)
 
     def _turn(self) -> bool:
         """One look at everything; True if anything happened."""

@@ -1,0 +1,49 @@
+"""`kvflow calibrate`: measured constants are lawful, a file is never overwritten by accident."""
+
+import numpy as np
+import pytest
+
+from kvflow import calibrate, cli
+from kvflow.errors import TransferError
+from kvflow.transfers.cost import Costs, Rate
+from kvflow.transfers.executors.nixl import settle_environment
+
+settle_environment()
+
+
+@pytest.mark.processes
+def test_it_measures_prints_and_writes_a_file_that_loads(tmp_path, capsys) -> None:
+    path = tmp_path / "costs.json"
+    assert cli.main(["calibrate", str(path), "--tokens", "512", "--rounds", "2"]) == 0
+    costs = Costs.from_json(path.read_text())
+    said = capsys.readouterr().out
+    assert calibrate.as_text(costs) in said
+    assert str(path) in said
+    for rate in (costs.wire, costs.copy):
+        assert rate.seconds(10**6, 10**9) > 0
+
+
+def test_it_refuses_to_overwrite_before_it_measures(tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text("mine")
+    monkeypatch.setattr(calibrate, "measure", lambda *_: Costs(Rate(1, 1)))
+    assert cli.main(["calibrate", str(path)]) == 1
+    assert "--force" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert cli.main(["calibrate", str(path), "--force"]) == 0
+    assert Costs.from_json(path.read_text()).wire == Rate(1, 1)
+
+
+def test_a_rate_is_what_two_measurements_say() -> None:
+    rate = calibrate._rate((1000, 10**6, 3.0), (10, 10**6, 1.02))
+    assert np.isclose(rate.per_item, 2e-3)
+    assert np.isclose(rate.per_byte, 1e-6)
+
+
+def test_a_rate_is_never_negative() -> None:
+    noise = calibrate._rate((1000, 10**6, 1.0), (10, 10**6, 1.1))
+    assert noise.per_item == 0
+    assert np.isclose(noise.per_byte, 1.05e-6)
+    assert calibrate._rate((1000, 10, 1.0), (10, 1000, 0.001)).per_byte == 0
+    with pytest.raises(TransferError, match="fit no costs"):
+        calibrate._rate((1000, 10**6, -1.0), (10, 10**6, 0.0))
