@@ -19,7 +19,6 @@ from kvflow.kernels.codec import (
 )
 from kvflow.kernels.rows import gather_rows, scatter_rows
 from kvflow.layouts.identity import FORMAT
-from kvflow.layouts.identity import FORMAT
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.record import Record
 from kvflow.layouts.spec import Component, KVCacheSpec
