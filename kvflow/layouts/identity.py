@@ -130,7 +130,7 @@ class PlacementIdentity:
         whole = [("sharding", type(sharding).__name__), ("num_shards", str(sharding.num_shards))]
         whole += [pair for pair in _parameters(sharding) if pair not in whole]
         whole.append(("ranks", "|".join(",".join(map(str, g)) for g in layout.placement.ranks)))
-        further = [f.name for f in attrs.fields(KVLayout)][3:]  # behind spec, placement, groups
+        further = [f.name for f in attrs.fields(KVLayout) if f.name not in _SAID_APART]
         whole += [(name, str(getattr(layout, name))) for name in further]
         inside = sorted(layout.spec.components, key=lambda c: (c.layer_id, c.kind))
         return cls(whole, tuple((c.name, _place_of(c, layout)) for c in inside))
@@ -156,6 +156,9 @@ class PlacementIdentity:
     def fingerprint(self) -> str:
         """sha256 (hex): layouts of equal placement, and of the same component names, share it."""
         return _fingerprint(self.whole, self.components)
+
+
+_SAID_APART = ("spec", "placement", "groups")
 
 
 def _meaning_of(component: Component) -> str:

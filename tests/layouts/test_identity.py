@@ -21,6 +21,7 @@ from kvflow.layouts import (
     RoundRobin,
 )
 from kvflow.layouts.identity import MEANING, ContentIdentity, Difference, PlacementIdentity
+from kvflow.layouts.layout import Stage
 from kvflow.testing import layouts, rearranged, specs
 
 CONFIG = {
@@ -119,6 +120,28 @@ def test_a_field_of_many_components_is_said_once() -> None:
     assert str(found[0]) == "interleave: source '4', target '1'"
 
 
+def test_heads_layers_and_hosts_are_placement() -> None:
+    spec = KVCacheSpec.of_attention(2, num_heads=2, head_dim=4, kv_dtype="float32")
+    plain = KVLayout.uniform(spec, Placement(Replicated(), ((0, 1),)), Paged(8))
+    stages = [Stage(spec.names[:2], [0]), Stage(spec.names[2:], [1])]
+    for name, value, text in (
+        ("head_ranks", ((0,), (1,)), "((0,), (1,))"),
+        ("stages", stages, str(tuple(stages))),
+        ("hosts", ((1, 0),), "((1, 0),)"),
+    ):
+        other = evolve(plain, **{name: value})
+        found = PlacementIdentity.of(plain).differences(PlacementIdentity.of(other))
+        assert found == (Difference(name, "()", text),)
+
+
+def test_heads_are_part_of_a_shape() -> None:
+    def key_of(num_heads: int) -> str:
+        spec = KVCacheSpec.of_attention(1, num_heads=num_heads, head_dim=4, kv_dtype="float32")
+        return dict(ContentIdentity.of(spec).components)["key.0"]
+
+    assert [key_of(n) for n in (1, 2)] == ["main key:float32[4]", "main key:float32[2x4]"]
+
+
 def test_a_field_that_one_sharding_lacks_is_none_there() -> None:
     a = KVLayout.uniform(SPEC, Placement.simple(RoundRobin(1)), Paged(8))
     b = KVLayout.uniform(SPEC, Placement.simple(Replicated()), Paged(8))
@@ -130,6 +153,13 @@ def test_a_field_that_one_sharding_lacks_is_none_there() -> None:
 def test_fields_named_twice_are_refused() -> None:
     with pytest.raises(LayoutError, match="twice"):
         ContentIdentity([("model", "a"), ("model", "b")], [])
+
+
+def test_fields_are_texts_and_further_ones_follow_by_name() -> None:
+    with pytest.raises(LayoutError, match="expected a str, got 1"):
+        ContentIdentity([("model", 1)], [])  # type: ignore[list-item]
+    spec = with_field(with_field(SPEC, "b_salt", "1"), "a_salt", "2")
+    assert ContentIdentity.of(spec).meaning[-2:] == (("a_salt", "2"), ("b_salt", "1"))
 
 
 def test_no_two_contents_share_a_fingerprint_by_their_delimiters() -> None:
