@@ -10,7 +10,7 @@ settings.register_profile(
     "quick", max_examples=60, deadline=None, suppress_health_check=_SLOW_MACHINES
 )
 settings.register_profile(
-    "thorough", max_examples=1600, deadline=None, suppress_health_check=_SLOW_MACHINES
+    "thorough", max_examples=1300, deadline=None, suppress_health_check=_SLOW_MACHINES
 )
 settings.register_profile(
     "mutants",

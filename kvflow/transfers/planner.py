@@ -221,7 +221,7 @@ def _receivers(hosts: list[tuple[Group, ...]], shard: Ints, host: Ints, count: I
         for h, group in enumerate(groups):
             mine = np.flatnonzero((shard == s) & (host == h))
             before = np.cumsum(count[mine]) - count[mine]
-            turn = before * len(group) // max(int(count[mine].sum()), 1)
+            turn = before * len(group) // count[mine].sum()
             dst_rank[mine] = np.array(group, np.int64)[turn]
     return dst_rank
 

@@ -160,3 +160,23 @@ def test_balanced_chunks_are_bound_to_an_absolute_interval() -> None:
     assert layout.num_blocks_for(10) == {"kv": 0}
     with pytest.raises(LayoutError, match=r"tokens \[10, 21\)"):
         layout.num_blocks_for(21)
+
+
+def test_fault_g03_the_host_pool_alone_limits_what_it_holds() -> None:
+    """Device 64 tokens, host 512: a prompt of 300 fits, 513 is refused with the limit."""
+    groups = (CacheGroup("latent", LATENT, Pool(1)), CacheGroup("hot", INDEXER, Pool(1)))
+    host = KVLayout(SPEC, Placement.simple(RoundRobin(1)), groups)
+    pools = {"latent": 512, "hot": 64}
+    few = dict.fromkeys(INDEXER, 64)
+
+    def admitted(prompt: int) -> Binding:
+        tables = {"latent": range(prompt), "hot": range(64)}
+        return Binding.of(host, tables, pools, prompt, few)
+
+    assert admitted(300).lengths["latent.0"] == 300
+    assert admitted(512).slots("latent", [511], 0).tolist() == [511]
+    with pytest.raises(LayoutError, match=r"group latent: block ids .* must be in \[0, 512\)"):
+        admitted(513)
+    tables = {"latent": range(512), "hot": range(64)}
+    with pytest.raises(LayoutError, match=r"513 tokens need 513 entries of 1, the table has 512"):
+        Binding.of(host, tables, pools, 513, few)

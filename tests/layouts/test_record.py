@@ -162,6 +162,16 @@ def test_general_fp8_latent_is_padded_to_four_bytes(rank: int, rope: int) -> Non
     assert ("padding" in [f.name for f in record.fields]) == (bare % 4 != 0)
 
 
+def test_fault_f05_an_opaque_row_has_typed_parts() -> None:
+    """656 bytes are 512 fp8 values, 4 group scales and 64 bf16 values, in the cells of any page."""
+    row = latent_record("fp8", latent_rank=512, rope_dim=64)
+    at = {name: cell for (i, name, _), cell in page_cells(row, 3).items() if i == 1}
+    assert at["latent"] == tuple(range(656, 656 + 512))
+    assert at["scale"] == tuple(range(656 + 512, 656 + 528))
+    assert at["rope"] == tuple(range(656 + 528, 656 + 656))
+    assert [f.nbytes // f.num_elements for f in row.fields] == [1, 4, 2]
+
+
 def test_a_scale_serves_128_values() -> None:
     scales = [
         latent_record("fp8", latent_rank=n, rope_dim=2).fields[1].num_elements

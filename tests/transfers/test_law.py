@@ -1,5 +1,6 @@
 """The law of transfers: kept by every executor of this process, and seen to fail."""
 
+import gc
 import re
 from pathlib import Path
 
@@ -16,16 +17,19 @@ from kvflow.layouts.paging import Paged, Pool
 from kvflow.layouts.sharding import Replicated
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.testing import Case, LawError, cases, check_law, deal
+from kvflow.testing.law import allocate_caches
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.reference import ReferenceExecutor
 from kvflow.transfers.executors.strided import StridedExecutor
+from kvflow.transfers.lower import BoundPlan
+from kvflow.transfers.planner import plan_transfer
 
 torch.set_num_threads(1)
 EXECUTORS = [ReferenceExecutor(), StridedExecutor()]
 
 
 SHARDS = range(max(1, settings().max_examples // 80))
-"""One in a quick run; 20 in `make laws`, which then draws 32,000 pairs."""
+"""One in a quick run; 16 in `make laws`, which then draws 20,800 pairs."""
 
 
 @pytest.mark.timeout(3600)
@@ -163,6 +167,22 @@ def test_fault_c19_host_pool_is_assembled_from_two_ranks_and_its_tail_stays() ->
 
 def test_fault_a18_ranks_write_only_what_they_own() -> None:
     check_law(StridedExecutor(), bound(whole(16), 64), bound(dcp(4, 1, 4), 64, 0), (0, 64))
+
+
+def test_fault_g08_caches_that_are_let_go_leave_no_memory_behind() -> None:
+    src, dst = bound(dcp(2), 16), bound(whole(16), 16)
+    plan = plan_transfer(src.layout, dst.layout, (0, 16))
+
+    def transfers(number: int) -> int:
+        for _ in range(number):
+            both = BoundPlan(plan, src, dst)
+            caches = [allocate_caches(b.layout, b.num_blocks, 0) for b in (src, dst)]
+            StridedExecutor().execute(both, *caches)
+        del both, caches
+        gc.collect()
+        return sum(type(o) in (torch.Tensor, PageView) for o in gc.get_objects())
+
+    assert transfers(2) == transfers(100)
 
 
 ONE_LAYER = KVCacheSpec.from_config(
