@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from attrs import field, frozen
+from attrs.converters import optional
 
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import Hub
@@ -16,6 +17,7 @@ from kvflow.layouts.record import KVDType
 from kvflow.layouts.sharding import Replicated, RoundRobin
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.layouts.values import integer, positive
+from kvflow.transfers.cost import Costs
 
 Transport = Literal["nixl", "in-process"]
 ComputeDType = Literal["float32", "float64"]
@@ -42,6 +44,7 @@ class LaunchConfig:
     decode_kv_tokens: int = field(default=32768, converter=integer, validator=positive)
     transport: Transport = "nixl"
     verify_transfers: bool = False
+    transfer_costs: Path | None = field(default=None, converter=optional(Path))
     served_model_name: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -102,6 +105,11 @@ class LaunchConfig:
             self.vocab_size(),
             self.max_num_batched_tokens,
         )
+
+    def costs(self) -> Costs:
+        """What the choice of a way to transfer goes by: measured ones, or the defaults. Raises
+        `PlanError` for a file of something else."""
+        return Costs.from_json(self.transfer_costs.read_text()) if self.transfer_costs else Costs()
 
     def vocab_size(self) -> int:
         """Token ids of the model are in [0, vocab_size)."""

@@ -48,6 +48,9 @@ def _parser(default_model: Path) -> argparse.ArgumentParser:
         action="store_true",
         help="compare digests of every transferred byte with its source",
     )
+    parser.add_argument(
+        "--transfer-costs", type=Path, help="JSON that `kvflow calibrate` wrote on this machine"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=_port, default=8000, help="0 takes a free port")
     parser.add_argument("--demo", action="store_true", help="send a few prompts, report and end")

@@ -14,6 +14,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -147,10 +148,10 @@ def _enter(threads: int) -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-def _nixl_endpoint(cache: RankCache, key: bytes) -> Endpoint:
+def _nixl_endpoint(key: bytes, config: LaunchConfig, cache: RankCache) -> Endpoint:
     from kvflow.transfers.executors.nixl import NixlEndpoint
 
-    return NixlEndpoint(cache, key)
+    return NixlEndpoint(cache, key, costs=config.costs())
 
 
 def _prefill_main(
@@ -162,7 +163,7 @@ def _prefill_main(
     def serve() -> None:
         store = TCPStore("127.0.0.1", port, is_master=False)
         comm = connect_gloo(rank, config.pcp, store, timeout_s=_COLLECTIVE_TIMEOUT_S)
-        run, endpoint = prefill_rank(config, comm, mailbox, lambda c: _nixl_endpoint(c, key))
+        run, endpoint = prefill_rank(config, comm, mailbox, partial(_nixl_endpoint, key, config))
         with contextlib.closing(endpoint):
             run()
         disconnect()
@@ -176,7 +177,7 @@ def _decode_main(config: LaunchConfig, name: str, address: str, key: bytes, thre
     mailbox = ZmqMailbox(name, address)
 
     def serve() -> None:
-        engine, endpoint = decode_rank(config, mailbox, lambda c: _nixl_endpoint(c, key))
+        engine, endpoint = decode_rank(config, mailbox, partial(_nixl_endpoint, key, config))
         with contextlib.closing(endpoint):
             engine.serve()
 

@@ -10,6 +10,7 @@ from kvflow.launch.config import LaunchConfig
 from kvflow.launch.options import parse_options
 from kvflow.layouts.sharding import RoundRobin
 from kvflow.models.config import GlmConfig
+from kvflow.transfers.cost import Costs, Rate
 
 
 def parse(*argv):
@@ -147,3 +148,11 @@ def test_ports_outside_the_range_are_refused(capsys):
         with pytest.raises(SystemExit):
             parse_options(["--port", port], default_model=Path("model"))
         assert f"port {port}, must be in [0, 65536)" in capsys.readouterr().err
+
+
+def test_measured_costs_come_from_a_file(tmp_path):
+    path = tmp_path / "costs.json"
+    measured = Costs(Rate(1e-6, 2e-10), Rate(3e-8, 4e-10), 5e-4)
+    path.write_text(measured.to_json())
+    assert parse("--transfer-costs", str(path)).launch.costs() == measured
+    assert parse().launch.costs() == Costs()
