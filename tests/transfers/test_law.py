@@ -32,7 +32,6 @@ SHARDS = range(max(1, settings().max_examples // 80))
 """One in a quick run; 16 in `make laws`, which then draws 20,800 pairs."""
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("shard", SHARDS)
 @given(case=cases())
 def test_the_executor_keeps_the_law(law_pairs, shard: int, case: Case) -> None:
