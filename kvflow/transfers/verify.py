@@ -97,16 +97,16 @@ def _verify_components(plan: Plan) -> None:
 
 def _verify_heads(component: str, heads: list[Heads], num_heads: int) -> None:
     """Sorted ranges of heads that must cover [0, num_heads) exactly once."""
-    if heads[0][0] != 0 or heads[-1][1] != num_heads:
-        raise PlanError(
-            f"{component}: heads [{heads[0][0]}, {heads[-1][1]}) are moved of {num_heads}"
-        )
     for (_, stop), (start, _) in pairwise(heads):
         if stop != start:
             what = "moved twice" if stop > start else "not moved"
             raise PlanError(
                 f"{component}: heads [{min(start, stop)}, {max(start, stop)}) are {what}"
             )
+    if heads[0][0] != 0 or heads[-1][1] != num_heads:
+        raise PlanError(
+            f"{component}: heads [{heads[0][0]}, {heads[-1][1]}) are moved of {num_heads}"
+        )
 
 
 def _holder(side: str, layout: KVLayout, part: PlanPart) -> Placement:

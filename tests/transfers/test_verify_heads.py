@@ -44,6 +44,7 @@ def parts(plan: Plan, *changed: PlanPart) -> Plan:
         ([(0, 2), (1, 4)], r"key.0: heads \[1, 2\) are moved twice"),
         ([(0, 2), (0, 2), (2, 4)], r"key.0: heads \[0, 2\) are moved twice"),
         ([(0, 2), (2, 4), (3, 4)], r"key.0: heads \[3, 4\) are moved twice"),
+        ([(0, 4), (1, 2)], r"key.0: heads \[1, 4\) are moved twice"),
         ([(0, 5)], r"key.0: heads \[0, 5\) are moved of 4"),
         ([(-1, 4)], r"key.0: heads \[-1, 4\) are moved of 4"),
     ],
