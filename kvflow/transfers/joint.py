@@ -77,9 +77,10 @@ def _claims(claims: Iterable[Claim]) -> tuple[Claim, ...]:
 @frozen(eq=False)
 class JointPlan:
     """Fills the `claims` of `dst` by `legs`; the target's components in `absent` stay unfilled.
-    Every source has a leg, an empty one if nothing is read from it: all of them are told."""
+    A leg names its source by its place among `num_sources`; those in `unread` are read by none."""
 
     dst: KVLayout
+    num_sources: int = field(converter=integer, validator=not_negative)
     legs: tuple[Leg, ...] = field(converter=_legs)
     claims: tuple[Claim, ...] = field(converter=_claims)
     absent: tuple[str, ...] = field(default=(), converter=names)
@@ -90,6 +91,7 @@ class JointPlan:
         said = (
             [ContentIdentity.of(self.dst.spec).fingerprint],
             [PlacementIdentity.of(self.dst).fingerprint],
+            self.num_sources,
             [[leg.source, leg.plan.digest] for leg in self.legs],
             sorted([c.component, c.start, c.stop] for c in self.claims),
             sorted(self.absent),
@@ -103,8 +105,10 @@ class JointPlan:
         return hash(self.digest)
 
     @property
-    def num_sources(self) -> int:
-        return 1 + max((leg.source for leg in self.legs), default=-1)
+    def unread(self) -> tuple[int, ...]:
+        """The sources of which nothing is read: they can free their blocks at once."""
+        read = {leg.source for leg in self.legs}
+        return tuple(source for source in range(self.num_sources) if source not in read)
 
     @property
     def links(self) -> tuple[tuple[int, int, int], ...]:
@@ -152,15 +156,11 @@ def plan_joint(
         claims.append(Claim(component, begin, stop))
         for source, taken in _taken(sources, component, (begin, stop)):
             shares.setdefault((source, taken), []).append(component)
-    for source, holding in enumerate(sources):
-        if all(source != used for used, _ in shares):
-            at = max(holding.tokens[0], holding.layout.placement.sharding.start)
-            shares[source, (at, at)] = []
     legs = [
         Leg(source, _leg_plan(sources[source].layout, dst, taken, components))
         for (source, taken), components in sorted(shares.items())
     ]
-    return JointPlan(dst, legs, claims, given_up)
+    return JointPlan(dst, len(sources), legs, claims, given_up)
 
 
 def _held(held: Mapping[str, SupportsIndex] | None, component: str) -> int:
@@ -217,6 +217,8 @@ def _check_legs(joint: JointPlan, srcs: Sequence[Binding] | None) -> None:
     for leg in joint.legs:
         if leg.plan.dst != joint.dst:
             raise PlanError(f"leg of source {leg.source} is to another target: {leg.plan.dst}")
+        if leg.source >= joint.num_sources:
+            raise PlanError(f"leg of source {leg.source}, there are {joint.num_sources} sources")
     if srcs is not None and len(srcs) != joint.num_sources:
         raise PlanError(f"{joint.num_sources} sources need a binding each, got {len(srcs)}")
     claimed = {c.component: (c.start, c.stop) for c in joint.claims}

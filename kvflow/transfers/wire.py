@@ -19,7 +19,9 @@ VERSION = 1
 """Version of the message; another one is refused."""
 
 _PLAN = {"version": int, "src": dict, "dst": dict, "tokens": list, "absent": list, "digest": str}
-_JOINT = {"version": int, "legs": list, "claims": list, "absent": list, "digest": str}
+_JOINT = {
+    "version": int, "num_sources": int, "legs": list, "claims": list, "absent": list, "digest": str,
+}  # fmt: skip
 """The fields of the two messages."""
 
 
@@ -63,6 +65,7 @@ def joint_to_wire(joint: JointPlan) -> bytes:
         ranges.setdefault((claim.start, claim.stop), []).append(claim.component)
     message = {
         "version": VERSION,
+        "num_sources": joint.num_sources,
         "legs": [[leg.source, json.loads(plan_to_wire(leg.plan))] for leg in joint.legs],
         "claims": [[*tokens, names] for tokens, names in sorted(ranges.items())],
         "absent": sorted(joint.absent),
@@ -82,7 +85,7 @@ def joint_from_wire(message: bytes, dst: KVLayout) -> JointPlan:
         if isinstance(error, KvflowError):
             raise
         raise PlanError(f"malformed legs or claims: {error}") from error
-    joint = JointPlan(dst, legs, claims, said["absent"])
+    joint = JointPlan(dst, said["num_sources"], legs, claims, said["absent"])
     verify_joint(joint)
     _check_same(message, said["digest"], joint_to_wire(joint), joint.digest)
     return joint

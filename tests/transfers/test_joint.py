@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from planning import SPEC, bound, dcp, layout, moves, whole
 
 from kvflow.errors import PlanError
+from kvflow.layouts.chunks import BalancedChunks
 from kvflow.layouts.layout import Binding, CacheGroup, KVLayout
 from kvflow.layouts.mesh import Axis, Mesh, Placement
 from kvflow.layouts.paging import Paged, Pool
@@ -149,6 +150,8 @@ def test_tokens_that_no_source_offers_are_named() -> None:
 def test_untrue_names_and_ranges_are_refused() -> None:
     with pytest.raises(PlanError, match=r"latent\.9"):
         plan_joint([Holding(whole(), (0, 5))], whole(), (0, 5), held={"latent.9": 3})
+    one = plan_joint([Holding(whole(), (0, 5))], whole(), (0, 5), held={"latent.0": 0})
+    assert one == plan_joint([Holding(whole(), (0, 5))], whole(), (0, 5))
     with pytest.raises(PlanError, match="holds -1 tokens"):
         plan_joint([Holding(whole(), (0, 5))], whole(), (0, 5), held={"latent.0": -1})
     with pytest.raises(PlanError, match=r"\[5, 4\)"):
@@ -212,6 +215,11 @@ def test_a_leg_to_another_target_or_with_a_wrong_run_is_refused() -> None:
         verify_joint(evolve(joint, legs=[first, Leg(1, spoiled)]))
 
 
+def test_a_leg_of_a_source_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(PlanError, match="leg of source 1, there are 1 sources"):
+        verify_joint(joined(num_sources=1))
+
+
 def test_every_source_has_a_binding_that_is_proven() -> None:
     sources, target = host_and_prefill(13, 30)
     joint = plan_joint(sources, target, (0, 30))
@@ -260,26 +268,39 @@ def test_fault_c06_chunks_fill_what_is_not_held(held: int) -> None:
     source, target = dcp(2, 1, 4), whole(4)
     claimed = dict.fromkeys(SPEC.names, held)
     joint = plan_joint([Holding(source, (0, 32))], target, (0, 32), held=claimed)
-    (leg,) = joint.legs
-    chunks = cut(leg.plan, range(0, 33, 8))
+    assert len(joint.legs) == (held < 32)
+    chunks = [c for leg in joint.legs for c in cut(leg.plan, range(0, 33, 8))]
     tokens = sorted(m[-1] for c in chunks for p in c.parts[:1] for m in moves(p.runs))
     assert tokens == list(range(held, 32))
-    assert all(c.tokens[0] < c.tokens[1] for c in chunks) or held == 32
+    assert all(c.tokens[0] < c.tokens[1] for c in chunks)
     offered = [dict.fromkeys(SPEC.names, (0, 32))]
     check_bytes(
         BoundJoint(joint, [bound(source, 32)], bound(target, 32)), offered, StridedExecutor()
     )
 
 
-def test_fault_c07_nothing_to_move_is_a_plan_with_a_leg_for_every_source() -> None:
+def test_fault_c07_nothing_to_move_is_complete_and_every_source_is_told() -> None:
     sources, target = host_and_prefill(10, 16)
     held = dict.fromkeys(SPEC.names, 16)
     joint = plan_joint(sources, target, (0, 16), held=held)
     verify_joint(joint)
-    assert [leg.source for leg in joint.legs] == [0, 1]  # both are told that they may free
+    assert joint.legs == ()
+    assert joint.unread == (0, 1)  # both are told that they may free
     assert (joint.links, joint.nbytes, joint.num_runs) == ((), 0, 0)
     both = BoundJoint(joint, [bound(s.layout, 16) for s in sources], bound(target, 16))
     check_bytes(both, [{}, {}], StridedExecutor())
+
+
+def test_a_source_that_ends_where_the_claim_begins_is_not_read() -> None:
+    sources = [Holding(whole(), (0, 5)), Holding(dcp(2), (5, 12)), Holding(whole(), (5, 5))]
+    joint = plan_joint(sources, whole(8), (5, 12))
+    assert [(leg.source, leg.plan.tokens) for leg in joint.legs] == [(1, (5, 12))]
+    assert joint.unread == (0, 2)
+    far = Holding(layout(BalancedChunks(2, 90, 99)), (90, 99))  # of another domain altogether
+    assert plan_joint([far, sources[1]], whole(8), (5, 12)).unread == (0,)
+    nothing = plan_joint([], whole(8), (4, 4))
+    assert (nothing.num_sources, nothing.unread) == (0, ())
+    verify_joint(nothing, [], bound(whole(8), 4))
 
 
 @pytest.mark.parametrize("prompt", [1, 10, 15])

@@ -184,6 +184,8 @@ def test_a_joint_plan_arrives_as_it_left() -> None:
         ({"version": 2}, "version 2"),
         ({"digest": "0" * 64}, "0" * 64),
         ({"legs": [3]}, "malformed legs"),
+        ({"num_sources": 3}, r"at byte|digest"),
+        ({"num_sources": 1}, "there are 1 sources"),
         ({"legs": [[0, {}]]}, "version None"),
         ({"legs": []}, "are not moved"),
         ({"claims": [[0, 3]]}, "malformed legs or claims"),
