@@ -20,6 +20,12 @@ def take_runs(runs: SlotRuns, index: Ints | npt.NDArray[np.bool_]) -> SlotRuns:
     )
 
 
+def mirrored(runs: SlotRuns) -> SlotRuns:
+    """The same tokens on the way back."""
+    back = (runs.dst, runs.dst_stride, runs.src, runs.src_stride, runs.count)
+    return SlotRuns(*back, runs.dst_heads, runs.src_heads)
+
+
 def cut_runs(runs: SlotRuns, size: int) -> list[SlotRuns]:
     """The same tokens in the same order, at most `size` in each part; a run may be cut in two."""
     start = np.cumsum(runs.count) - runs.count

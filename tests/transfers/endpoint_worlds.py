@@ -68,6 +68,24 @@ def mover(make: MakeEndpoint, **options):
     return move
 
 
+def pusher(make: MakeEndpoint, **options):
+    """As `mover`, the other direction: every source rank pushes."""
+
+    def move(bound: BoundPlan, sources, targets) -> None:
+        senders = {rank: make(cache) for rank, cache in sources.items()}
+        receivers = {rank: make(cache) for rank, cache in targets.items()}
+        for rank, sender in senders.items():
+            peers = {r: sender.connect(t.export()) for r, t in receivers.items()}
+            report = sender.push(bound, rank, peers, timeout=30, verify=True, **options)
+            assert report.verified
+            assert sender.quiesced()
+        copy_on_hosts(bound, targets)
+        for endpoint in (*senders.values(), *receivers.values()):
+            endpoint.close()
+
+    return move
+
+
 def copy_over_nixl(bound: BoundPlan, receivers: Mapping[int, NixlEndpoint]) -> None:
     """The second stage: every target pulls from the neighbours that have received."""
     for rank, receiver in receivers.items():

@@ -10,6 +10,7 @@ from endpoint_worlds import (
     mover,
     nixl_world,
     pair,
+    pusher,
     same_bytes,
     source_cache,
     target_cache,
@@ -19,7 +20,7 @@ from hypothesis import Phase, given, settings
 
 from kvflow.errors import CapacityError, TransferError
 from kvflow.testing import Case, cases, check_law
-from kvflow.transfers.cost import STRATEGIES
+from kvflow.transfers.cost import DIRECT, STRATEGIES
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
 from kvflow.transfers.executors.nixl import NixlEndpoint
@@ -86,6 +87,31 @@ def test_endpoints_keep_the_law(kind, case: Case):
 @given(case=cases(max_tokens=40, max_shards=2))
 def test_every_strategy_keeps_the_law(strategy, case: Case):
     check_law(mover(nixl_world(), strategy=strategy), case.src, case.dst, case.tokens)
+
+
+@pytest.mark.parametrize("kind", sorted(WORLDS))
+@FEW
+@given(case=cases(max_tokens=40, max_shards=2))
+def test_pushes_keep_the_law(kind, case: Case):
+    check_law(pusher(WORLDS[kind]()), case.src, case.dst, case.tokens)
+
+
+@pytest.mark.parametrize("strategy", [None, *DIRECT])
+def test_every_direct_strategy_pushes_the_same_bytes(nixl, strategy):
+    """Source ranks write at once, each its share, through their own lanes and lists."""
+    bound = pair((37, 700), interleave=16, blocks=(64, 64))
+    sources = {r: source_cache(bound, r) for r in range(4)}
+    receiver = nixl(target_cache(bound))
+    nbytes = 0
+    for rank, cache in sources.items():
+        sender = nixl(cache)
+        peers = {0: sender.connect(receiver.export())}
+        report = sender.push(bound, rank, peers, timeout=30, verify=True, strategy=strategy)
+        nbytes += report.nbytes
+    assert same_bytes(receiver.cache, expected(bound, sources))
+    assert nbytes == bound.plan.nbytes
+    with pytest.raises(TransferError, match="strategy 'stage' of a push"):
+        sender.push(bound, 3, peers, timeout=5, strategy="stage")
 
 
 @pytest.mark.parametrize("strategy", [None, *STRATEGIES])
@@ -233,6 +259,17 @@ def test_c18_a_small_staging_area_splits_the_payload(nixl, strategy):
 
 def bound_components():
     return pair().src.layout.spec.components
+
+
+def test_fault_k08_more_descriptors_than_allowed_are_refused_before_anything_moves(nixl):
+    bound = pair((0, 600))
+    sources, _, receiver, peers = connect_all(nixl, bound, max_descriptors=1000)
+    num_pieces = 600 * sum(len(r.pieces(16)) for r in (c.record for c in bound_components()))
+    with pytest.raises(CapacityError, match=rf"{num_pieces} descriptors for .* at most 1000"):
+        receiver.pull(bound, 0, peers, timeout=5, strategy="strided")
+    assert untouched(receiver.cache)
+    assert receiver.pull(bound, 0, peers, timeout=30, strategy="stage").num_descriptors < 1000
+    assert same_bytes(receiver.cache, expected(bound, sources))
 
 
 def test_staging_below_one_row_is_refused_by_name_or_avoided(nixl):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import define, field
 
 from kvflow.errors import TransferError
-from kvflow.transfers.cost import STRATEGIES, Costs, Strategy
+from kvflow.transfers.cost import DIRECT, STRATEGIES, Costs, Strategy
 from kvflow.transfers.executors.base import RankCache, TransferReport
 from kvflow.transfers.executors.nixl_agent import Agent, Progress, settle_environment
 from kvflow.transfers.executors.nixl_door import Deadline, Door
@@ -33,7 +33,7 @@ DEFAULT_STAGING_NBYTES = 64 << 20
 
 @define(eq=False)
 class NixlEndpoint:
-    """Implements `Endpoint` for a cache in host memory.
+    """Implements `Endpoint` and `Pusher` for a cache in host memory.
 
     key: shared secret (16 bytes or more) that seals everything endpoints tell each other.
     staging_nbytes: size of each of two areas, one to pack rows for readers and one to receive
@@ -196,10 +196,38 @@ class NixlEndpoint:
         is taken for each link. With `stage` "copies", the second stage of a plan for ranks that
         share a host: `peers` then names the endpoints of target ranks, all of which have pulled
         their links."""
+        return self._transfer(stage, bound, dst_rank, peers, timeout, verify, strategy)
+
+    def push(
+        self,
+        bound: BoundPlan,
+        src_rank: int,
+        peers: Mapping[int, str],
+        *,
+        timeout: float,
+        verify: bool = False,
+        strategy: Strategy | None = None,
+    ) -> TransferReport:
+        """See `Pusher.push`: direct strategies only, for nobody places what waits in staging."""
+        if strategy is not None and strategy not in DIRECT:
+            raise TransferError(f"strategy {strategy!r} of a push, must be one of {DIRECT}")
+        return self._transfer("push", bound, src_rank, peers, timeout, verify, strategy)
+
+    def _transfer(
+        self,
+        stage: Stage,
+        bound: BoundPlan,
+        rank: int,
+        peers: Mapping[int, str],
+        timeout: float,
+        verify: bool,
+        strategy: Strategy | None,
+    ) -> TransferReport:
+        word = "push" if stage == "push" else "pull"
         if self._closed:
             raise TransferError(f"{self.name} is closed")
-        if dst_rank != self.cache.rank:
-            raise TransferError(f"a pull for rank {dst_rank} at the cache of {self.cache.rank}")
+        if rank != self.cache.rank:
+            raise TransferError(f"a {word} for rank {rank} at the cache of {self.cache.rank}")
         if strategy is not None and strategy not in STRATEGIES:
             raise TransferError(f"strategy {strategy!r}, must be one of {STRATEGIES}")
         with self._lock:
@@ -208,10 +236,11 @@ class NixlEndpoint:
             known = {rank: self._peers[name] for rank, name in peers.items()}
         deadline = Deadline.after(timeout)
         try:
-            pull = Pull(self._door, bound, dst_rank, known, deadline, strategy, stage)
+            pull = Pull(self._door, bound, rank, known, deadline, strategy, stage)
             return pull.run(verify=verify)
         except self._agent.errors as e:
-            raise TransferError(f"a read failed: {type(e).__name__}: {e}") from e
+            kind = "write" if stage == "push" else "read"
+            raise TransferError(f"a {kind} failed: {type(e).__name__}: {e}") from e
 
     def quiesced(self) -> bool:
         return self._closed or self._door.num_in_flight() == 0

@@ -20,6 +20,8 @@ from attrs import define, field, frozen
 from kvflow.errors import TransferError
 
 Progress = Literal["none", "poll"]
+Op = Literal["READ", "WRITE"]
+Index = npt.NDArray[np.int32]
 LOCAL = "NIXL_INIT_AGENT"
 _SLEEP_US = 100_000
 _ADDRESS_END = 2**63
@@ -141,30 +143,40 @@ class Agent:
         with self._lock:
             return self._agent.prep_xfer_dlist(owner, table, "DRAM")
 
-    def read_prepared(
-        self, local: Any, dst: npt.NDArray[np.int32], remote: Any, src: npt.NDArray[np.int32]
-    ) -> "Flight":
-        """Posts a READ of the elements `src` of a peer's list into elements `dst` of ours."""
-        for name, index in (("local", dst), ("remote", src)):
+    def move_prepared(self, op: Op, local: Any, here: Index, remote: Any, there: Index) -> "Flight":
+        """Posts a READ of the elements `there` of a peer's list into elements `here` of ours, or a
+        WRITE the other way."""
+        for name, index in (("local", here), ("remote", there)):
             _check_array(f"{name} index", index, np.int32, None)
         with self._lock:
-            handle = self._agent.make_prepped_xfer("READ", local, dst, remote, src)
-            return self._post(handle)
+            return self._post(self._agent.make_prepped_xfer(op, local, here, remote, there))
 
-    def read(
-        self, peer: str, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64], nbytes: Any
+    def move(
+        self,
+        op: Op,
+        peer: str,
+        there: npt.NDArray[np.int64],
+        here: npt.NDArray[np.int64],
+        nbytes: Any,
     ) -> "Flight":
-        """Posts a READ of ``nbytes[i]`` bytes from ``src[i]`` at the peer to ``dst[i]`` here."""
+        """Posts a READ of ``nbytes[i]`` bytes from ``there[i]`` at the peer to ``here[i]``, or a
+        WRITE the other way."""
         sides = []
-        for at in (dst, src):
+        for at in (here, there):
             table = np.zeros((len(at), 3), np.uint64)
             table[:, 0], table[:, 1] = at, nbytes
             sides.append(table)
         with self._lock:
             local, remote = (self._agent.get_xfer_descs(t, "DRAM") for t in sides)
             if local is None or remote is None:
-                raise TransferError(f"NIXL refused {len(src)} descriptors")
-            return self._post(self._agent.initialize_xfer("READ", local, remote, peer))
+                raise TransferError(f"NIXL refused {len(there)} descriptors")
+            return self._post(self._agent.initialize_xfer(op, local, remote, peer))
+
+    def read(
+        self, peer: str, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64], nbytes: Any
+    ) -> "Flight":
+        """Posts a READ of ``nbytes[i]`` bytes from ``src[i]`` at the peer to ``dst[i]`` here."""
+        return self.move("READ", peer, src, dst, nbytes)
 
     def _post(self, handle: Any) -> "Flight":
         flight = Flight(self, handle)

@@ -1,4 +1,8 @@
-"""Direct reads: requests from source bytes to target bytes, by prepared list or by address."""
+"""Direct requests between a peer's bytes and ours, by prepared list or by address.
+
+Names say what a READ does: `src` is the peer's side. A WRITE of the same request goes the other
+way.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,11 +12,10 @@ from attrs import field, frozen
 from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.cost import Strategy
-from kvflow.transfers.executors.nixl_agent import Agent, Flight
+from kvflow.transfers.executors.nixl_agent import Agent, Flight, Index, Op
 from kvflow.transfers.executors.nixl_lists import (
     WHOLE,
     Grain,
-    Index,
     Kind,
     Peer,
     elements,
@@ -30,12 +33,12 @@ Geometries = Mapping[str, PageGeometry]
 
 @frozen(eq=False)
 class Post:
-    """One request of direct reads. `mine` are the geometries of our cache."""
+    """One request. `mine` are the geometries of our cache."""
 
     peer: Peer
     mine: Geometries
 
-    def post(self, agent: Agent) -> Flight:
+    def post(self, agent: Agent, op: Op) -> Flight:
         raise NotImplementedError
 
 
@@ -48,9 +51,9 @@ class ListPost(Post):
     src: Index
     dst: Index
 
-    def post(self, agent: Agent) -> Flight:
+    def post(self, agent: Agent, op: Op) -> Flight:
         lists = self.peer.lists(agent, self.mine, self.kind, self.grain)
-        return agent.read_prepared(lists.local, self.dst, lists.remote, self.src)
+        return agent.move_prepared(op, lists.local, self.dst, lists.remote, self.src)
 
 
 @frozen(eq=False)
@@ -61,8 +64,8 @@ class AddressPost(Post):
     dst: Ints = field()
     nbytes: Ints = field()
 
-    def post(self, agent: Agent) -> Flight:
-        return agent.read(self.peer.name, self.src, self.dst, self.nbytes)
+    def post(self, agent: Agent, op: Op) -> Flight:
+        return agent.move(op, self.peer.name, self.src, self.dst, self.nbytes)
 
 
 def direct_posts(way: Strategy, job: Job, mine: Geometries, agent: Agent) -> Iterator[Post]:

@@ -17,7 +17,7 @@ from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.pieces import Heads, Piece
 from kvflow.layouts.record import Record
 from kvflow.layouts.sharding import Ints
-from kvflow.transfers.executors.nixl_agent import LOCAL, Agent
+from kvflow.transfers.executors.nixl_agent import LOCAL, Agent, Index
 from kvflow.transfers.executors.nixl_wire import Export, geometry_of
 from kvflow.transfers.lower import PageGeometry, SlotRuns, paired_pieces
 from kvflow.transfers.slot_cuts import take_runs
@@ -27,7 +27,6 @@ WHOLE = 0
 element is one piece of as many neighbouring rows."""
 _INT32_END = 2**31
 
-Index = npt.NDArray[np.int32]
 Grain = tuple[int, Heads | None, Heads | None]
 """Tokens of an element, and the heads that move of what the source and the target store."""
 
@@ -51,8 +50,8 @@ class PreparedLists:
 
 @frozen(eq=False)
 class Kind:
-    """Components whose pages look alike on both sides: same record, sizes and strides. `src` and
-    `dst` are relative (base 0)."""
+    """Components whose pages look alike on both sides: same record, sizes and strides. `src` is
+    the peer's side and `dst` ours, relative (base 0)."""
 
     names: tuple[str, ...]
     src: PageGeometry
@@ -182,12 +181,12 @@ def _rows(at: PageGeometry, piece: Piece, grain: int) -> Ints:
     return table
 
 
-def check_bounds(kind: Kind, runs: SlotRuns) -> None:
-    """Every slot of the runs lies in the pages of a registered region, on both sides. Raises
-    `TransferError` with the offending run."""
+def check_bounds(kind: Kind, runs: SlotRuns, names: tuple[str, str]) -> None:
+    """Every slot of the runs lies in the pages of a registered region, on both sides; `names` are
+    what to call them. Raises `TransferError` with the offending run."""
     sides = (
-        ("source", kind.src, runs.src, runs.src_stride),
-        ("target", kind.dst, runs.dst, runs.dst_stride),
+        (names[0], kind.src, runs.src, runs.src_stride),
+        (names[1], kind.dst, runs.dst, runs.dst_stride),
     )
     for side, at, slot, stride in sides:
         last, num_slots = slot + stride * (runs.count - 1), at.num_blocks * at.block_size

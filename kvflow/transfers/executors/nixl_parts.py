@@ -12,9 +12,9 @@ from attrs import evolve, frozen
 
 from kvflow.errors import CapacityError
 from kvflow.layouts.paging import in_page, page_of
-from kvflow.transfers.executors.nixl_agent import Agent, Flight
+from kvflow.transfers.executors.nixl_agent import Agent, Flight, Index
 from kvflow.transfers.executors.nixl_door import Door
-from kvflow.transfers.executors.nixl_lists import Index, Kind, Peer
+from kvflow.transfers.executors.nixl_lists import Kind, Peer
 from kvflow.transfers.executors.place import Placing
 from kvflow.transfers.executors.staging import ALIGNMENT
 from kvflow.transfers.lower import PageGeometry, SlotRuns
@@ -80,7 +80,8 @@ class StagedPart(Part):
     def post(self, door: Door, agent: Agent, offset: int) -> Flight:
         local, first = door.landing_pages(agent, self.alignment), offset // self.alignment
         dst = np.arange(first, first + len(self.src), dtype=np.int32)
-        return agent.read_prepared(local, dst, self.peer.source_pages(agent), self.src)
+        remote = self.peer.source_pages(agent)
+        return agent.move_prepared("READ", local, dst, remote, self.src)
 
 
 @frozen(eq=False)

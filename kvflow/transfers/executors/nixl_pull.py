@@ -1,4 +1,4 @@
-"""One pull: proves every link in bounds, chooses how it moves, moves it, compares digests."""
+"""One transfer: proves every link in bounds, chooses how it moves, moves it, compares digests."""
 
 import time
 from collections import deque
@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 from kvflow.errors import CapacityError, TransferError
 from kvflow.transfers.cost import DIRECT, STRATEGIES, Strategy, choose, num_descriptors, ways
 from kvflow.transfers.executors.base import TransferReport
-from kvflow.transfers.executors.nixl_agent import Agent, Flight
+from kvflow.transfers.executors.nixl_agent import Agent, Flight, Op
 from kvflow.transfers.executors.nixl_direct import Post, direct_posts
 from kvflow.transfers.executors.nixl_door import Deadline, Door
 from kvflow.transfers.executors.nixl_landing import Landings
@@ -29,11 +29,14 @@ from kvflow.transfers.executors.nixl_wire import Digest, Digested, Message, Pack
 from kvflow.transfers.executors.seal import digest_rows
 from kvflow.transfers.lower import BoundPlan, SlotRuns
 from kvflow.transfers.plan import PlanPart
+from kvflow.transfers.slot_cuts import mirrored
 
 _LANES_NBYTES = 16 << 20
 _ASK_AHEAD = 3
 
-Stage = Literal["links", "copies"]
+Stage = Literal["links", "copies", "push"]
+"""What to move: what links give to a target rank, what it copies from its neighbours on a host, or
+what links take from a source rank, which then writes."""
 T = TypeVar("T")
 
 
@@ -47,12 +50,12 @@ def _next(queue: deque[T]) -> T | None:
 
 @define(eq=False)
 class Pull:
-    """Moves what `bound` gives to `dst_rank` over links, or what it copies from its neighbours;
-    used once. `strategy` forces one way for all."""
+    """Moves one stage of `bound` for our `rank`; used once. `strategy` forces one way for all. In
+    a push the runs are mirrored: `src` is always the peer's side."""
 
     door: Door
     bound: BoundPlan
-    dst_rank: int
+    rank: int
     peers: Mapping[int, Peer]
     deadline: Deadline
     strategy: Strategy | None = None
@@ -69,8 +72,7 @@ class Pull:
     def run(self, *, verify: bool) -> TransferReport:
         """Raises `TransferError`, or NIXL's exception, with nothing left unaccounted for."""
         begin = time.monotonic()
-        bound = self.bound
-        links = list((bound.links_to if self.stage == "links" else bound.copies_to)(self.dst_rank))
+        links = self._links()
         jobs = list(self._jobs(links))
         try:
             packed = self._queue(jobs)
@@ -94,23 +96,39 @@ class Pull:
             sum(g.num_parts for g in self._landings),
         )
 
+    @property
+    def _op(self) -> Op:
+        return "WRITE" if self.stage == "push" else "READ"
+
+    def _links(self) -> list[tuple[PlanPart, int, SlotRuns]]:
+        match self.stage:
+            case "links":
+                return list(self.bound.links_to(self.rank))
+            case "copies":
+                return list(self.bound.copies_to(self.rank))
+        links = self.bound.links_from(self.rank)
+        return [(part, rank, mirrored(runs)) for part, rank, runs in links]
+
     def _jobs(self, links: list[tuple[PlanPart, int, SlotRuns]]) -> Iterator[Job]:
         """Components that look alike on both sides, together. All bounds are proven here."""
-        plan = self.bound.plan
-        dst = Planned("target", plan.dst)
-        src = Planned("source", plan.src) if self.stage == "links" else dst
+        source, target = (
+            Planned("source", self.bound.plan.src),
+            Planned("target", self.bound.plan.dst),
+        )
+        src = source if self.stage == "links" else target
+        dst = source if self.stage == "push" else target
         for part, rank, runs in links:
             if rank not in self.peers:
                 raise TransferError(
-                    f"the plan reads rank {rank}, peers are given for {[*self.peers]}"
+                    f"the plan moves rank {rank}, peers are given for {[*self.peers]}"
                 )
             peer, wanted = self.peers[rank], set(part.components)
             for kind in peer.kinds(self.door.geometries):
                 if names := tuple(name for name in kind.names if name in wanted):
                     wanted -= set(names)
                     src.check(kind.src, names, rank)
-                    dst.check(kind.dst, names, self.dst_rank)
-                    check_bounds(kind, runs)
+                    dst.check(kind.dst, names, self.rank)
+                    check_bounds(kind, runs, (src.side, dst.side))
                     job = Job(peer, kind, names, runs)
                     self._nbytes += runs.num_tokens * job.row_nbytes * len(names)
                     yield job
@@ -143,9 +161,10 @@ class Pull:
         if self.strategy is not None:
             return ways(self.strategy, job.runs, job.src, job.dst)
         landing, owner = self.door.landing.capacity, job.peer.export.staging.nbytes
-        allowed: list[Strategy] = ["pages", "strided", "runs"]
-        allowed += ["stage"] if part_room(job.page_nbytes, landing) else []
-        allowed += ["pack"] if part_room(job.row_nbytes, landing, owner) else []
+        allowed = [*DIRECT]
+        if self.stage != "push":  # what waits in staging, a reader places
+            allowed += ["stage"] if part_room(job.page_nbytes, landing) else []
+            allowed += ["pack"] if part_room(job.row_nbytes, landing, owner) else []
         return choose(self.door.costs, job.runs, job.src, job.dst, len(job.names), allowed)
 
     def _landing(self, agent: Agent) -> Landings:
@@ -164,11 +183,11 @@ class Pull:
                 done.result()
 
     def _read_from(self, lane: Agent) -> None:
-        landings = self._landing(lane)
+        landings, op = self._landing(lane), self._op
         try:
             while post := _next(self._posts):
                 self.deadline.check("posting reads")
-                self._flights.append(post.post(lane))
+                self._flights.append(post.post(lane, op))
             while part := _next(self._parts):
                 landings.fetch(part)
             landings.drain()
