@@ -50,9 +50,7 @@ def plan_from_wire(message: bytes) -> Plan:
     said = _parsed(message, _PLAN)
     src = layout_from_wire(_unpacked(said["src"]))
     dst = layout_from_wire(_unpacked({**said["src"], **said["dst"]}))
-    absent = said["absent"]
-    shared = (set(src.spec.names) & set(dst.spec.names)) - set(absent)
-    plan = plan_transfer(src, dst, said["tokens"], components=shared, absent=absent)
+    plan = plan_transfer(src, dst, said["tokens"], absent=said["absent"])
     _check_same(message, said["digest"], plan_to_wire(plan), plan.digest)
     return plan
 

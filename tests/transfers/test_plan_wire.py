@@ -40,6 +40,10 @@ def test_a_plan_arrives_as_it_left(case: Case) -> None:
     assert plan_to_wire(arrived) == message
 
 
+def test_the_message_has_version_1() -> None:
+    assert json.loads(plan_to_wire(PLAN))["version"] == VERSION == 1
+
+
 def test_what_is_absent_arrives() -> None:
     plan = plan_transfer(dcp(3), whole(), (0, 7), absent=["latent.2", "indexer.2"])
     arrived = plan_from_wire(plan_to_wire(plan))
@@ -140,8 +144,15 @@ def test_a_field_that_nothing_reads_is_refused() -> None:
     message = json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
     with pytest.raises(PlanError, match=r"alignment.* at byte"):
         plan_from_wire(message)
-    with pytest.raises(PlanError, match="at byte"):
-        plan_from_wire(plan_to_wire(PLAN) + b" ")
+    mine = plan_to_wire(PLAN)
+    with pytest.raises(PlanError) as refused:
+        plan_from_wire(mine + b" ")
+    assert str(refused.value) == (
+        f"plan message says {mine[-20:] + b' '!r} at byte {len(mine)}, "
+        f"this side would say {mine[-20:]!r}"
+    )
+    with pytest.raises(PlanError, match=r"says b' .* at byte 0, this"):
+        plan_from_wire(b" " + mine)
 
 
 def test_an_unlawful_layout_is_refused_by_its_own_constructor() -> None:
@@ -186,7 +197,7 @@ def test_a_joint_plan_arrives_as_it_left() -> None:
         ({"legs": [3]}, "malformed legs"),
         ({"num_sources": 3}, r"at byte|digest"),
         ({"num_sources": 1}, "there are 1 sources"),
-        ({"legs": [[0, {}]]}, "version None"),
+        ({"legs": [[0, {}]]}, "^plan has wire version None"),
         ({"legs": []}, "are not moved"),
         ({"claims": [[0, 3]]}, "malformed legs or claims"),
         ({"claims": [[2, 23, list(SPEC.names)]]}, r"latent\.1: tokens \[2, 5\) are not moved"),
