@@ -5,7 +5,7 @@ replica; nothing else touched; sources initialised. Arithmetic on runs: no token
 unless runs of different strides meet on one rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -65,16 +65,14 @@ def _verify_copies(plan: Plan, part: PlanPart, there: Placement) -> None:
     read = [runs.src_rank, runs.token, runs.token_stride, runs.src_local, runs.src_stride]
     rows = np.stack([*received, links.count], axis=1), np.stack([*read, runs.count], axis=1)
     _, known = np.unique(np.concatenate(rows), axis=0, return_inverse=True)
-    known = known.reshape(-1)
+    known = known.ravel()
     fail(~np.isin(known[len(links) :], known[: len(links)]), "tokens that no link has brought")
     moved = (runs.src_local != runs.dst_local) | (runs.src_stride != runs.dst_stride)
     fail(moved, "another place than on the rank it copies from")
-    fail(_shard_of(there, runs.src_rank) != _shard_of(there, runs.dst_rank), "two shards")
-    hosts = {rank: plan.dst.host_of(rank) for rank in there.all_ranks}
-    apart = [
-        hosts[int(a)] != hosts[int(b)] for a, b in zip(runs.src_rank, runs.dst_rank, strict=True)
-    ]
-    fail(np.array(apart), "two hosts")
+    hosts = tuple(dict.fromkeys(map(plan.dst.host_of, there.all_ranks)))
+    for what, groups in (("shards", there.ranks), ("hosts", hosts)):
+        apart = _group_of(groups, runs.src_rank) != _group_of(groups, runs.dst_rank)
+        fail(apart, f"two {what}")
 
 
 def _verify_components(plan: Plan) -> None:
@@ -98,11 +96,10 @@ def _verify_components(plan: Plan) -> None:
 def _verify_heads(component: str, heads: list[Heads], num_heads: int) -> None:
     """Sorted ranges of heads that must cover [0, num_heads) exactly once."""
     for (_, stop), (start, _) in pairwise(heads):
-        if stop != start:
-            what = "moved twice" if stop > start else "not moved"
-            raise PlanError(
-                f"{component}: heads [{min(start, stop)}, {max(start, stop)}) are {what}"
-            )
+        if start < stop:
+            raise PlanError(f"{component}: heads [{start}, {stop}) are moved twice")
+        if start > stop:
+            raise PlanError(f"{component}: heads [{stop}, {start}) are not moved")
     if heads[0][0] != 0 or heads[-1][1] != num_heads:
         raise PlanError(
             f"{component}: heads [{heads[0][0]}, {heads[-1][1]}) are moved of {num_heads}"
@@ -159,7 +156,7 @@ def _verify_side(
                 borders, runs.token, "right"
             )
             fail(mine & (crossed > 0), f"a border of {sharding} inside a run of stride {step}")
-    shard = _shard_of(placement, rank)
+    shard = _group_of(placement.ranks, rank)
     fail(rank < 0, "a rank below 0")
     fail(sharding.owner(runs.token) != shard, "a token its rank does not own")
     fail(sharding.owner(last) != shard, "a last token its rank does not own")
@@ -173,14 +170,14 @@ def _last(runs: TransferRuns) -> Ints:
     return runs.token + runs.token_stride * (runs.count - 1)
 
 
-def _shard_of(placement: Placement, rank: Ints) -> Ints:
-    """The shard that each rank holds, the number of shards for ranks outside the placement."""
-    groups = placement.ranks
+def _group_of(groups: Sequence[tuple[int, ...]], rank: Ints) -> Ints:
+    """The group that each rank is in (shards of a placement, hosts), the number of groups for
+    ranks outside all of them."""
     ranks = np.array([r for group in groups for r in group], np.int64)
-    shards = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    numbers = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     order = np.argsort(ranks)
     at = np.minimum(np.searchsorted(ranks[order], rank), len(ranks) - 1)
-    return np.where(ranks[order][at] == rank, shards[order][at], len(groups))
+    return np.where(ranks[order][at] == rank, numbers[order][at], len(groups))
 
 
 def _verify_domain(side: str, sharding: Sharding, runs: TransferRuns, stride: Ints) -> None:

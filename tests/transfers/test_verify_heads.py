@@ -78,6 +78,14 @@ def test_heads_that_no_rank_holds_together_are_refused() -> None:
     refused(parts(PAIRS, *backwards), "heads")
 
 
+def test_a_part_without_heads_is_refused() -> None:
+    first, second = PAIRS.parts
+    none = [evolve(first, heads=h) for h in ((0, 1), (1, 1), (1, 2))]
+    refused(
+        parts(PAIRS, *none, second), r"heads \[1, 1\) of .* have no one placement at the source"
+    )
+
+
 def test_runs_of_other_heads_are_refused() -> None:
     """Heads [2, 4) through the ranks of [0, 2), and the other way around."""
     first, second = PAIRS.parts
