@@ -1,6 +1,6 @@
 """The owner's side: a thread that packs rows, hashes rows and hears replies.
 
-It sleeps between looks, longer when nothing happens. It answers every request it can read, with a
+It sleeps between looks, longer the longer nothing happens. It answers every request it can read, with a
 refusal if it must: a reader never waits for an answer that will not come.
 """
 
@@ -37,7 +37,7 @@ from kvflow.transfers.executors.staging import StagingArea
 
 BUSY_SLEEP = 0.0002
 IDLE_SLEEP = 0.001
-LONGEST_SLEEP = 0.008
+LONGEST_SLEEP = 0.004
 _BUSY_FOR = 0.05
 _LEASE_LIMIT = 3600.0
 
