@@ -120,7 +120,7 @@ def _holder(side: str, layout: KVLayout, part: PlanPart) -> Placement:
             f"heads [{part.heads[0]}, {part.heads[1]}) of {list(part.components)} have no one "
             f"placement at the {side} {layout}"
         )
-    return placements[0]
+    return placements.pop()
 
 
 def _verify_group(side: str, layout: KVLayout, group: str, part: PlanPart) -> None:
