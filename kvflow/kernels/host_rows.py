@@ -12,6 +12,7 @@ from torch import Tensor
 from kvflow.kernels.pages import PageView
 from kvflow.kernels.ranges import CHUNK_NBYTES, RangeCopy
 from kvflow.kernels.stacks import Stack, packed, stacked
+from kvflow.layouts.paging import in_page
 from kvflow.layouts.pieces import Heads, Piece
 from kvflow.transfers.lower import Descriptors
 
@@ -37,8 +38,11 @@ def gather_indexed(pages: PageView, slots: Tensor, out: Tensor, heads: Heads | N
     if padded:
         slots = slots.clamp_min(0)
     for stack in stacked(packed(pages.pieces(heads))):
-        if _is_row_array(pages, stack, out):
-            _gather_whole_rows(pages, slots, stack.src, out)
+        if _is_row(stack, out) and (ranges := _row_ranges(pages, slots, stack.src)) is not None:
+            RangeCopy.of(ranges).copy(pages.memory, out.view(-1))
+            continue
+        if _is_row(stack, out) and pages.block_stride % stack.src.nbytes == 0:
+            _select_rows(pages, slots, stack.src, out)
             continue
         items, index = _page_items(pages, slots, stack)
         rows = _row_items(out, stack)
@@ -56,7 +60,10 @@ def scatter_indexed(
     if not bool(keep.all()):
         slots, rows = slots[keep], rows[keep]
     for stack in stacked(packed(pages.pieces(heads))):
-        if _is_row_array(pages, stack, rows) and _scatter_runs(pages, slots, stack.src, rows):
+        if _is_row(stack, rows) and (ranges := _row_ranges(pages, slots, stack.src)) is not None:
+            RangeCopy.of(Descriptors(ranges.dst, ranges.src, ranges.nbytes)).copy(
+                rows.view(-1), pages.memory
+            )
             continue
         items, index = _page_items(pages, slots, stack)
         items[index] = _row_items(rows, stack)
@@ -88,49 +95,30 @@ def repack(
         RangeCopy.of(joined.coalesced()).copy(src.memory, dst.memory)
 
 
-def _is_row_array(pages: PageView, stack: Stack, rows: Tensor) -> bool:
-    """Whether a piece is the whole row, and the pages are one array of rows."""
+def _is_row(stack: Stack, rows: Tensor) -> bool:
+    """Whether a piece is the whole row, and the next token's follows it."""
     piece = stack.src
-    whole = stack.count == 1 and piece.nbytes == rows.shape[1] == piece.stride and not piece.tiles
-    return whole and pages.block_stride % piece.nbytes == 0
+    return stack.count == 1 and piece.nbytes == rows.shape[1] == piece.stride and not piece.tiles
 
 
-def _row_index(pages: PageView, slots: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-    """Pages that are one array of rows, as uint8 [rows, nbytes], and the row of each slot."""
+def _row_ranges(pages: PageView, slots: Tensor, piece: Piece) -> Descriptors | None:
+    """Stretches of slots as ranges (in the pages, in the packed rows); None if most are short."""
+    steps = np.diff(slots.numpy(), prepend=-2)
+    first = np.flatnonzero((steps != 1) | (in_page(slots, pages.block_size).numpy() == 0))
+    if len(first) * LONG_RUN > len(slots):
+        return None
+    at = pages.byte_offsets(slots[torch.from_numpy(first)], piece).numpy()
+    count = np.diff(first, append=len(slots))
+    return Descriptors(at, first * piece.nbytes, count * piece.nbytes)
+
+
+def _select_rows(pages: PageView, slots: Tensor, piece: Piece, out: Tensor) -> None:
+    """Pages that are one array of rows, indexed by torch, which needs no copy in between."""
     first = pages.offset + piece.offset
     count = (len(pages.memory) - first) // piece.nbytes
     rows = pages.memory[first : first + count * piece.nbytes].view(count, piece.nbytes)
     at = pages.byte_offsets(slots, piece) - first
-    return rows, at.div_(piece.nbytes, rounding_mode="floor")
-
-
-def _gather_whole_rows(pages: PageView, slots: Tensor, piece: Piece, out: Tensor) -> None:
-    rows, index = _row_index(pages, slots, piece)
-    if (runs := _runs(index.numpy())) is None:
-        torch.index_select(rows, 0, index, out=out)
-        return
-    here, (first, count) = index.numpy()[runs[0]], runs
-    columns = (column * rows.shape[1] for column in (here, first, count))
-    RangeCopy.of(Descriptors(*columns)).copy(rows.view(-1), out.view(-1))
-
-
-def _scatter_runs(pages: PageView, slots: Tensor, piece: Piece, packed_rows: Tensor) -> bool:
-    """Copies stretches of slots as ranges; False if they are too short for that."""
-    rows, index = _row_index(pages, slots, piece)
-    if (runs := _runs(index.numpy())) is None:
-        return False
-    there, (first, count) = index.numpy()[runs[0]], runs
-    columns = (column * rows.shape[1] for column in (first, there, count))
-    RangeCopy.of(Descriptors(*columns)).copy(packed_rows.view(-1), rows.view(-1))
-    return True
-
-
-def _runs(index: _Index) -> tuple[_Index, _Index] | None:
-    """Where each stretch of ascending neighbours begins, and its length; None if most are short."""
-    first = np.flatnonzero(np.diff(index, prepend=index[:1] - 2) != 1)
-    if len(first) * LONG_RUN > len(index):
-        return None
-    return first, np.diff(first, append=len(index))
+    torch.index_select(rows, 0, at.div_(piece.nbytes, rounding_mode="floor"), out=out)
 
 
 def _chunks(rows: Tensor, stack: Stack) -> list[slice]:
