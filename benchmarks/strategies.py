@@ -100,14 +100,16 @@ class Target:
         self.endpoint.pull(self.bound, 0, self.peers, timeout=120, strategy=strategy)
 
 
-def show(world: World, links: tuple[LinkCost, ...], seconds: dict[Strategy, list[float]]) -> None:
+def show(
+    world: World, links: tuple[LinkCost, ...], seconds: dict[Strategy, list[tuple[float, float]]]
+) -> None:
     by_strategy, _ = total(links)
     chosen = {way for link in links for way in link.chosen}
     nbytes = sum(link.nbytes for link in links)
     print(f"\n{world.name}: {nbytes / (1 << 20):.1f} MiB, {len(links)} links x kinds of components")
     print(f"  {'':10} {'descriptors':>11} {'predicted':>10} {'measured':>10}  ratio")
     for strategy, price in by_strategy.items():
-        measured = statistics.median(seconds[strategy])
+        measured = statistics.median(wall for wall, _ in seconds[strategy])
         alike = set(STRATEGIES).intersection(*(link.same_as(strategy) for link in links))
         note = f"  the same as {', '.join(sorted(alike))}" if alike else ""
         print(

@@ -158,15 +158,16 @@ class Target:
 Methods = dict[str, Callable[[], object]]
 
 
-def measure(methods: Methods, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round, the methods in turn; a round before warms them."""
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
+def measure(methods: Methods, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of every round, the methods in turn; a round before warms them."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for i in range(rounds + 1):
         for name, method in methods.items():
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             method()
             if i:
-                seconds[name].append(time.perf_counter() - begin)
+                ends = time.perf_counter(), time.process_time()
+                seconds[name].append((ends[0] - begin[0], ends[1] - begin[1]))
     return seconds
 
 
@@ -181,20 +182,21 @@ def methods_of(args: argparse.Namespace, raw: Raw, targets: dict[Case, Target]) 
     return methods
 
 
-def show(seconds: dict[str, list[float]], nbytes: int) -> None:
-    """Medians, and the median of each round's ratio to the bulk READ of the same round."""
+def show(seconds: dict[str, list[tuple[float, float]]], nbytes: int) -> None:
+    """Medians; ratios are medians of each round's ratio to the bulk READ of the same round. CPU is
+    that of this process, all threads."""
     print(
-        f"{'method':22} {'ms':>8} {'GB/s':>6} {'of bulk READ':>13} {'of memcpy':>10} {'best ms':>8}"
+        f"{'method':18} {'ms':>8} {'GB/s':>6} {'of READ':>8} {'of memcpy':>10} {'cpu ms':>7} best"
     )
     for name, some in seconds.items():
-        middle = statistics.median(some)
+        wall, cpu = (statistics.median(column) for column in zip(*some, strict=True))
         ratios = [
-            statistics.median(a / b for a, b in zip(seconds[base], some, strict=True))
+            statistics.median(a / b for (a, _), (b, _) in zip(seconds[base], some, strict=True))
             for base in ("one bulk READ", "memcpy")
         ]
         print(
-            f"{name:22} {middle * 1e3:8.1f} {nbytes / middle / 1e9:6.2f} "
-            f"{ratios[0]:13.2f} {ratios[1]:10.2f} {min(some) * 1e3:8.1f}"
+            f"{name:18} {wall * 1e3:8.1f} {nbytes / wall / 1e9:6.2f} {ratios[0]:8.2f} "
+            f"{ratios[1]:10.2f} {cpu * 1e3:7.1f} {min(some)[0] * 1e3:6.1f}"
         )
 
 
