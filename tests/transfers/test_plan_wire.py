@@ -123,7 +123,7 @@ def test_a_missing_field_and_one_said_twice_are_refused() -> None:
     with pytest.raises(PlanError, match="has the fields"):
         plan_from_wire(json.dumps(said).encode())
     twice = plan_to_wire(PLAN).replace(b'"version":1', b'"version":1,"version":1')
-    with pytest.raises(PlanError, match=r"said twice: \['version'\]"):
+    with pytest.raises(PlanError, match=r"^fields said twice: \['version'\]"):
         plan_from_wire(twice)
 
 
@@ -151,8 +151,11 @@ def test_a_field_that_nothing_reads_is_refused() -> None:
         f"plan message says {mine[-20:] + b' '!r} at byte {len(mine)}, "
         f"this side would say {mine[-20:]!r}"
     )
-    with pytest.raises(PlanError, match=r"says b' .* at byte 0, this"):
+    with pytest.raises(PlanError) as refused:
         plan_from_wire(b" " + mine)
+    assert str(refused.value) == (
+        f"plan message says {b' ' + mine[:19]!r} at byte 0, this side would say {mine[:20]!r}"
+    )
 
 
 def test_an_unlawful_layout_is_refused_by_its_own_constructor() -> None:
