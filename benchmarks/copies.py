@@ -4,8 +4,8 @@
 
 StridedExecutor between caches of one process, whose block tables are random permutations, and a
 random gather of 656-byte rows into a reused buffer. (DTensor: see gather_bytes.py.) All calls take
-turns on one thread; the last columns are medians over the rounds of the time of a copy of the same
-bytes in the same round, over the time of the call:
+turns on one thread, times are of the process (CPU). The last columns are medians over the rounds of
+the time of a copy of the same bytes in the same round, over the time of the call:
 
 - copy: torch's `copy_` between two reused, touched buffers, as the caches are allocated;
 - memcpy: the C library's, which beyond 48 MiB or so bypasses the cache with streaming stores. No
@@ -13,6 +13,7 @@ bytes in the same round, over the time of the call:
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -50,7 +51,9 @@ class Copy:
 def report(name: str, nbytes: int, calls: Calls, rounds: int) -> None:
     """One table: every call beside the copies of the same bytes."""
     copies = Copy(nbytes)
-    seconds = in_turns({"copy": copies.copy, "memcpy": copies.memcpy, **calls}, rounds)
+    seconds = in_turns(
+        {"copy": copies.copy, "memcpy": copies.memcpy, **calls}, rounds, time.process_time
+    )
     print(f"\n{name}, {nbytes / MIB:.0f} MiB")
     print(f"{'':34} {'ms':>8} {'GB/s':>6} {'of copy':>8} {'of memcpy':>10}")
     for call, times in seconds.items():

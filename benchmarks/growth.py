@@ -1,24 +1,24 @@
 """How the cost of a transfer grows with the length of the request, from 4K to 1M tokens.
 
-    python benchmarks/growth.py [--rounds R] [--most TOKENS] [--svg docs/images/growth.svg]
+    python benchmarks/growth.py [--rounds R] [--gib G] [--svg docs/images/growth.svg]
 
 GLM-5.3 with 101 components, blocks of 64, block tables that are random permutations, 8 DCP ranks to
 one rank, interleaved by 64 and by 1. Planning and proof are measured at every length. The torch
-executor moves a model of --layers layers up to --most tokens, as far as memory goes, and its time
-is scaled to 101 components by bytes. Counts are exact: runs of the plan, descriptors of one request
+executor moves as many of the 78 layers as --gib holds on each side, and its time is scaled to all
+101 components by bytes. Counts are exact: runs of the plan, descriptors of one request
 when every token and field is one, when whatever touches is merged, and when source pages are read
-whole.
+whole. Times are of the process (CPU), all on one thread.
 """
 
 import argparse
 import statistics
-from collections.abc import Iterable
+import time
 from pathlib import Path
 
 import numpy as np
 import svgplot
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from copies import executor_calls
 from measure import GIB, Memcpy, in_turns, load
 from planning import layout, planned, tables
@@ -34,15 +34,14 @@ NBYTES_PER_TOKEN = 54_728
 
 @frozen
 class Point:
-    """One interleave and length; seconds, and counts for one request. `move` is None where the
-    caches did not fit."""
+    """One interleave and length; seconds, and counts for one request."""
 
     interleave: int
     tokens: int
     plan: float
     prove: float
     memcpy: float
-    move: float | None
+    move: float
     runs: int
     rows: int
     merged: int
@@ -70,37 +69,36 @@ def counts(bound: BoundPlan) -> tuple[int, int, int]:
     return rows, merged, pages
 
 
-def measure_plans(interleave: int, tokens: int, rounds: int, memcpy: Memcpy) -> Point:
+def measure(interleave: int, tokens: int, rounds: int, memcpy: Memcpy, gib: float) -> Point:
     src, dst = pair(interleave)
     plan, prove, derived = planned((src, dst), tokens)
-    seconds = in_turns({"plan": plan, "prove": prove, "memcpy": memcpy}, rounds)
+    seconds = in_turns({"plan": plan, "prove": prove, "memcpy": memcpy}, rounds, time.process_time)
     median = {name: statistics.median(s) for name, s in seconds.items()}
     bound = BoundPlan(derived, tables(src, tokens, 1)(), tables(dst, tokens, 2)())
     scaled = median["memcpy"] * derived.nbytes / GIB
     return Point(
-        interleave, tokens, median["plan"], median["prove"], scaled, None,
-        derived.num_runs, *counts(bound),
+        interleave, tokens, median["plan"], median["prove"], scaled,
+        move_seconds(interleave, tokens, gib, rounds), derived.num_runs, *counts(bound),
     )  # fmt: skip
 
 
-def move_seconds(interleave: int, tokens: int, layers: int, rounds: int) -> float:
+def move_seconds(interleave: int, tokens: int, gib: float, rounds: int) -> float:
     """Median of the executor's seconds, scaled to all components by bytes."""
+    layers = max(min(int(78 * gib * GIB / (tokens * NBYTES_PER_TOKEN)) - 1, 78), 1)
     calls, nbytes = executor_calls({"move": pair(interleave, layers)}, tokens)
-    seconds = statistics.median(in_turns(calls, rounds)["move"])
+    seconds = statistics.median(in_turns(calls, rounds, time.process_time)["move"])
     return seconds * tokens * NBYTES_PER_TOKEN / nbytes
 
 
-def measure(lengths: Iterable[int], args: argparse.Namespace) -> list[Point]:
+def table(rounds: int, gib: float) -> list[Point]:
+    """Measures and prints one line after the other."""
+    print(f"median of {rounds} rounds, 1 thread, {load()}\n\n{HEADER}")
     memcpy = Memcpy(GIB)
     points = []
     for interleave in (64, 1):
-        for tokens in lengths:
-            point = measure_plans(interleave, tokens, args.rounds, memcpy)
-            if tokens <= args.most:
-                move = move_seconds(interleave, tokens, args.layers, args.rounds)
-                point = evolve(point, move=move)
-            points.append(point)
-            print(row(point), flush=True)
+        for tokens in (1 << k for k in range(12, 21)):
+            points.append(measure(interleave, tokens, rounds, memcpy, gib))
+            print(row(points[-1]), flush=True)
     return points
 
 
@@ -110,10 +108,9 @@ HEADER = """\
 
 
 def row(p: Point) -> str:
-    move = "" if p.move is None else f"{p.move:.3f}"
     return (
         f"| {p.interleave} | {p.tokens} | {p.plan * 1e3:.2f} | {p.prove * 1e3:.2f} | "
-        f"{p.memcpy:.3f} | {move} | {p.runs} | {p.rows} | {p.merged} | {p.pages} |"
+        f"{p.memcpy:.3f} | {p.move:.3f} | {p.runs} | {p.rows} | {p.merged} | {p.pages} |"
     )
 
 
@@ -122,9 +119,7 @@ def picture(points: list[Point]) -> str:
     seconds, numbers = {}, {}
     for i, line in by_interleave.items():
         seconds[f"plan and prove, I={i}"] = [(p.tokens, p.plan + p.prove) for p in line]
-        moved = [(p.tokens, p.move) for p in line if p.move is not None]
-        if moved:
-            seconds[f"torch executor, I={i}"] = moved
+        seconds[f"torch executor, I={i}"] = [(p.tokens, p.move) for p in line]
         numbers[f"runs of the plan, I={i}"] = [(p.tokens, p.runs) for p in line]
         numbers[f"merged descriptors, I={i}"] = [(p.tokens, p.merged) for p in line]
     seconds["memcpy of the bytes"] = [(p.tokens, p.memcpy) for p in by_interleave[64]]
@@ -139,13 +134,11 @@ def picture(points: list[Point]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=26, help="of the model that is moved")
-    parser.add_argument("--most", type=int, default=1 << 17, help="tokens that are moved at most")
+    parser.add_argument("--gib", type=float, default=2.0, help="of caches on each side")
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"median of {args.rounds} rounds, 1 thread, {load()}\n\n{HEADER}")
-    points = measure([1 << k for k in range(12, 21)], args)
+    points = table(args.rounds, args.gib)
     if args.svg:
         args.svg.write_text(picture(points))
 

@@ -28,22 +28,23 @@ class Memcpy:
         np.copyto(self.target, self.source)
 
 
-def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call in every round; one round before is not counted."""
+Clock = Callable[[], float]
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of every call in every round; one round before is not counted. With
+    ``time.process_time`` a call on one thread is not charged for what runs beside it."""
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            begin = time.perf_counter()
+            begin = clock()
             call()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(clock() - begin)
     return seconds
-
-
-def medians(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median of each call's seconds, all calls in turns."""
-    return {name: statistics.median(s) for name, s in in_turns(calls, rounds).items()}
 
 
 def ratio(seconds: Mapping[str, list[float]], name: str, other: str) -> float:
