@@ -177,6 +177,7 @@ def _swap(mutant: Mutant) -> bool:
         found = found.__func__
     elif isinstance(found, cached_property):
         found = found.func
+    found = getattr(found, "__wrapped__", found)  # behind lru_cache
     if not isinstance(found, types.FunctionType):
         return False
     found.__code__ = code
