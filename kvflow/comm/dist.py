@@ -122,4 +122,6 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
+    if not data.numel():  # rows of no bytes have no stride to divide
+        return like.new_empty(len(data), *like.shape[1:])
     return data.view(like.dtype).reshape(len(data), *like.shape[1:])

@@ -24,7 +24,7 @@ from kvflow.layouts import (
     RoundRobin,
 )
 from kvflow.layouts.wire import layout_to_wire
-from kvflow.testing import check_law, check_reduce_scatter
+from kvflow.testing import Attention, check_law, check_reduce_scatter
 from kvflow.transfers.operators import PartialAttention
 
 SPEC = KVCacheSpec.from_config(
@@ -111,9 +111,28 @@ def test_all_gather_keeps_the_law_over_gloo(
     data=st.data(),
 )
 def test_reduce_scatter_keeps_the_law_over_gloo(pipes, problem, axis, base, data):
+    scatters(pipes, problem, axis, base, data)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("axis", "counts"), [("head", (1, 2)), ("token", (0, 0))])
+def test_a_step_without_queries_goes_over_gloo_too(pipes, axis, counts):
+    """Rows of no bytes."""
+    nobody = Attention(torch.zeros(0, 3, 5).double(), torch.zeros(5, 3, 2).double(),
+                       torch.arange(5) % 2, SIZE)  # fmt: skip
+    check_reduce_scatter(scatter_over(pipes, axis, counts, "e"), nobody, axis, counts)
+
+
+def scatters(pipes, problem, axis, base, data):
     total = problem.scores.shape[1 if axis == "head" else 0]
     first = data.draw(st.integers(0, total))
     counts = (first, total - first)
+    scatter = scatter_over(pipes, axis, counts, base)
+    check_reduce_scatter(scatter, problem, axis, counts, base=base)
+
+
+def scatter_over(pipes, axis, counts, base):
+    """Every rank gets its part and gives back what it ends with."""
 
     def scatter(parts):
         for part, pipe in zip(parts, pipes, strict=True):
@@ -122,4 +141,4 @@ def test_reduce_scatter_keeps_the_law_over_gloo(pipes, problem, axis, base, data
         arrived = [answer(pipe, r) for r, pipe in enumerate(pipes)]
         return [PartialAttention(*map(torch.from_numpy, arrays), base) for arrays in arrived]
 
-    check_reduce_scatter(scatter, problem, axis, counts, base=base)
+    return scatter

@@ -233,6 +233,15 @@ def test_logarithm_is_close_to_the_truth_and_the_same_in_every_lane(xs, base: st
         assert logarithm(torch.tensor([x], dtype=torch.float64), base).item() == got
 
 
+def test_both_are_close_over_a_whole_octave() -> None:
+    up, down = torch.linspace(1, 2, 3001).double(), -torch.linspace(0, 2, 3001).double()
+    for base, log, exp in (("e", math.log, math.exp), ("2", math.log2, lambda x: 2.0**x)):
+        for x, got in zip(up.tolist(), logarithm(up, base).tolist(), strict=True):
+            assert abs(got - log(x)) <= 2.0**-52
+        for x, got in zip(down.tolist(), exponential(down, base).tolist(), strict=True):
+            assert abs(got - exp(x)) <= 2.0**-51 * exp(x)
+
+
 def test_the_ends_of_the_line() -> None:
     ends = torch.tensor([0.0, -math.inf, -1e300, math.nan], dtype=torch.float64)
     for base in ("e", "2"):

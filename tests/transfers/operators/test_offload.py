@@ -148,7 +148,8 @@ def test_a_tier_that_does_not_fit_is_refused_and_says_why() -> None:
     other = KVLayout.uniform(SPEC, Placement(RoundRobin(2, 4), ((0,), (1,))), Pool(8))
     with pytest.raises(LayoutError, match=r"placement\.sharding\.interleave is 1 here, 4 there"):
         Offload(device(), other)
-    foreign = evolve(pool(0, 1), spec=evolve(SPEC, content=(("kv_dtype", "bfloat16"),)))
+    content = dict(SPEC.content) | {"kv_dtype": "bfloat16"}
+    foreign = evolve(pool(0, 1), spec=evolve(SPEC, content=content.items()))
     with pytest.raises(ContentMismatch):
         Offload(device(), foreign)
     with pytest.raises(LayoutError, match="would be stored 2 times"):

@@ -186,7 +186,8 @@ def test_a_stage_refuses_a_plan_between_other_layouts() -> None:
 
 def test_a_stage_refuses_other_content_at_construction() -> None:
     first, middle, _ = stages()
-    foreign = evolve(middle, spec=evolve(SPEC, content=(("kv_dtype", "bfloat16"),)))
+    content = dict(SPEC.content) | {"kv_dtype": "bfloat16"}
+    foreign = evolve(middle, spec=evolve(SPEC, content=content.items()))
     with pytest.raises(ContentMismatch, match="'fp8', target 'bfloat16'"):
         Reassemble(first, foreign, StridedExecutor())
 
