@@ -105,23 +105,24 @@ def part_room(unit: int, *capacities: int) -> int:
     return max(min(PART_NBYTES, least // AHEAD), unit)
 
 
-def staged_parts(jobs: Iterable[Job], capacity: int) -> list[StagedPart]:
+def staged_parts(jobs: Iterable[Job], capacity: int) -> Iterator[StagedPart]:
     """Whole source pages, several components or a range of blocks in each part. Peers with the
     same components take turns: their tokens share target pages, which are still in the caches of
-    memory translation when the next peer's arrive (2x measured). Raises `CapacityError` if a page
-    does not fit."""
+    memory translation when the next peer's arrive (2x measured). Raises `CapacityError` at once
+    if a page does not fit; parts are made as they are asked for."""
     alike: dict[tuple[str, ...], list[Iterator[StagedPart]]] = {}
     for job in jobs:
-        alike.setdefault(job.names, []).append(_staged(job, capacity))
+        page = job.page_nbytes
+        if not (room := part_room(page, capacity) // page):
+            raise CapacityError(f"a page of {page} bytes does not fit into staging of {capacity}")
+        alike.setdefault(job.names, []).append(_staged(job, room))
     turns = (turn for parts in alike.values() for turn in zip_longest(*parts))
-    return [part for turn in turns for part in turn if part is not None]
+    return (part for turn in turns for part in turn if part is not None)
 
 
-def _staged(job: Job, capacity: int) -> Iterator[StagedPart]:
-    """The parts of one job; blocks come in the order of its runs."""
+def _staged(job: Job, room: int) -> Iterator[StagedPart]:
+    """The parts of one job, at most `room` pages in each; blocks come in the order of its runs."""
     size, page = job.src.block_size, job.page_nbytes
-    if not (room := part_room(page, capacity) // page):
-        raise CapacityError(f"a page of {page} bytes does not fit into staging of {capacity}")
     src, dst = job.runs.expand()
     blocks, first, which = np.unique(page_of(src, size), return_index=True, return_inverse=True)
     order = np.argsort(first)

@@ -1,11 +1,12 @@
 """One transfer: proves every link in bounds, chooses how it moves, moves it, compares digests."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from attrs import define, evolve, field
 
@@ -40,12 +41,25 @@ what links take from a source rank, which then writes."""
 T = TypeVar("T")
 
 
-def _next(queue: deque[T]) -> T | None:
-    """The first of a queue that several lanes empty."""
-    try:
-        return queue.popleft()
-    except IndexError:
-        return None
+@define(eq=False)
+class _Feed(Generic[T]):
+    """Work that several lanes take from: what one makes, the others need not wait to move."""
+
+    _source: Iterator[T]
+    _lock: threading.Lock = field(init=False, factory=threading.Lock)
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            with self._lock:
+                item = next(self._source, None)
+            if item is None:
+                return
+            yield item
+
+    def end(self) -> None:
+        """Nothing more to take."""
+        with self._lock:
+            self._source = iter(())
 
 
 @define(eq=False)
@@ -64,8 +78,8 @@ class Pull:
     _used: set[Strategy] = field(init=False, factory=set)
     _nbytes: int = field(init=False, default=0)
     _num_descriptors: int = field(init=False, default=0)
-    _posts: deque[Post] = field(init=False, factory=deque)
-    _parts: deque[StagedPart] = field(init=False, factory=deque)
+    _posts: _Feed[Post] = field(init=False)
+    _parts: _Feed[StagedPart] = field(init=False)
     _landings: list[Landings] = field(init=False, factory=list)
     _asked: list[int] = field(init=False, factory=list)
 
@@ -151,10 +165,10 @@ class Pull:
                 f"{self._num_descriptors} descriptors for {self._nbytes} bytes, at most "
                 f"{self.door.max_descriptors} are allowed: stage or pack, or pull fewer tokens"
             )
-        for way, job in direct:
-            posts = direct_posts(way, job, self.door.geometries, self.door.agent)
-            self._posts.extend(posts)
-        self._parts.extend(staged_parts(todo["stage"], self.door.landing.capacity))
+        agent, mine = self.door.agent, self.door.geometries
+        made = (post for way, job in direct for post in direct_posts(way, job, mine, agent))
+        self._posts = _Feed(made)
+        self._parts = _Feed(staged_parts(todo["stage"], self.door.landing.capacity))
         return todo["pack"]
 
     def _ways(self, job: Job) -> list[tuple[Strategy, SlotRuns]]:
@@ -185,15 +199,15 @@ class Pull:
     def _read_from(self, lane: Agent) -> None:
         landings, op = self._landing(lane), self._op
         try:
-            while post := _next(self._posts):
+            for post in self._posts:
                 self.deadline.check("posting reads")
                 self._flights.append(post.post(lane, op))
-            while part := _next(self._parts):
+            for part in self._parts:
                 landings.fetch(part)
             landings.drain()
         except BaseException:
-            self._posts.clear()  # the other lanes need not go on
-            self._parts.clear()
+            self._posts.end()  # the other lanes need not go on
+            self._parts.end()
             raise
 
     def _pack(self, jobs: list[Job]) -> None:

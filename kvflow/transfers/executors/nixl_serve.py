@@ -1,7 +1,7 @@
 """The owner's side: a thread that packs rows, hashes rows and hears replies.
 
-It sleeps between looks, longer the longer nothing happens. It answers every request it can read, with a
-refusal if it must: a reader never waits for an answer that will not come.
+It sleeps between looks, longer the longer nothing happens. It answers every request it can read,
+with a refusal if it must: a reader never waits for an answer that will not come.
 """
 
 import threading
