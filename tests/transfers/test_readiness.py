@@ -79,6 +79,9 @@ def holders(layout_: KVLayout, name: str) -> set[int]:
 
 
 def reported(plan: Plan, schedule: Schedule) -> dict[str, dict]:
+    for r in page_readiness(plan, schedule):
+        places = list(zip(r.rank.tolist(), r.entry.tolist(), strict=True))
+        assert places == sorted(set(places))  # each once, by rank, then entry
     return {
         r.group: {
             (int(r.rank[i]), int(r.entry[i])): (int(r.step[i]), int(r.layer[i]))
