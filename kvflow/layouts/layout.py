@@ -178,15 +178,15 @@ def _head_shards(
 ) -> tuple[HeadShard, ...]:
     if stage is not None:
         placement = placement.on(stage)
-    num_coordinates = len(head_ranks)
-    if num_coordinates <= 1 or num_heads == 1:
+    if not head_ranks:
         return (HeadShard((0, num_heads), placement),)
-    if num_coordinates > num_heads and num_coordinates % num_heads:
+    num_coordinates = len(head_ranks)
+    num_shards = min(num_coordinates, num_heads)
+    if num_shards == num_heads and num_coordinates % num_heads:
         raise LayoutError(
             f"{num_coordinates} TP coordinates share {num_heads} heads: must be at most as many, "
             f"or a multiple"
         )
-    num_shards = min(num_coordinates, num_heads)
     heads = Contiguous(num_shards, 0, num_heads).edges
     holders = Contiguous(num_shards, 0, num_coordinates).edges
     shards = []

@@ -1,7 +1,10 @@
 """Lowering: slots, byte addresses and descriptors, against bytes counted one by one."""
 
+import re
+
 import numpy as np
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import bound, dcp, layout, moves, whole, with_runs
@@ -19,6 +22,7 @@ from kvflow.transfers.lower import (
     PageGeometry,
     SlotRuns,
     descriptors,
+    paired_pieces,
 )
 from kvflow.transfers.planner import plan_transfer
 
@@ -299,3 +303,97 @@ def test_replicas_are_used_evenly_when_bytes_are_counted() -> None:
     plan = plan_transfer(src, whole(16), (0, 16 * 40))
     both = BoundPlan(plan, bound(src, 640), bound(plan.dst, 640))
     assert [sum(r.num_tokens for _, _, r in both.links_from(s)) for s in range(4)] == [160] * 4
+
+
+def heads_of(runs: SlotRuns, src: tuple[int, int] | None, dst: tuple[int, int] | None) -> SlotRuns:
+    return evolve(runs, src_heads=src, dst_heads=dst)
+
+
+KEYS = Record((Field("k", "bfloat16", 2, 3),), "t h e")
+HND = Record((Field("k", "bfloat16", 2, 3),), "h t e")
+ONE_HEAD = KEYS.with_heads(1)
+
+
+def test_some_heads_of_a_row_are_one_descriptor_a_token() -> None:
+    src, dst = PageGeometry(KEYS, 4, 0, 48, 2), PageGeometry(ONE_HEAD, 4, 1000, 16, 2)
+    runs = heads_of(runs_of((4, 1, 0, 1, 3)), (1, 2), None)
+    assert as_rows(descriptors(runs, src, dst)) == [
+        (48 + 4, 1000, 4), (48 + 16, 1004, 4), (48 + 28, 1008, 4),
+    ]  # fmt: skip
+    back = heads_of(runs_of((0, 1, 4, 1, 3)), None, (2, 3))
+    assert as_rows(descriptors(back, dst, src)) == [
+        (1000, 48 + 8, 4), (1004, 48 + 20, 4), (1008, 48 + 32, 4),
+    ]  # fmt: skip
+
+
+def test_heads_that_lie_apart_move_as_one_run_each() -> None:
+    src, dst = PageGeometry(HND, 4, 0, 48, 2), PageGeometry(HND.with_heads(2), 4, 1000, 32, 2)
+    runs = heads_of(runs_of((0, 1, 4, 1, 4)), (1, 3), (0, 2))
+    assert as_rows(descriptors(runs, src, dst)) == [(16, 1032, 32)], "two heads, merged"
+    mixed = PageGeometry(KEYS.with_heads(2), 4, 1000, 32, 2)
+    assert as_rows(descriptors(heads_of(runs_of((2, 1, 0, 1, 2)), (1, 3), None), src, mixed)) == [
+        (16 + 8, 1000, 4), (32 + 8, 1004, 4), (16 + 12, 1008, 4), (32 + 12, 1012, 4),
+    ]  # fmt: skip
+
+
+def test_tiles_are_one_descriptor_a_token_even_where_a_stride_looks_solid() -> None:
+    """Tiles of 2 tokens: the stride of the tiles' leader equals a token's bytes."""
+    tiled = Record((Field("k", "uint8", 4),), "e t e2")  # element pairs apart, tokens adjacent
+    rows = Record((Field("k", "uint8", 4),), "t e")
+    src, dst = PageGeometry(tiled, 4, 0, 16, 1), PageGeometry(rows, 4, 100, 16, 1)
+    assert as_rows(descriptors(runs_of((1, 1, 0, 1, 2)), src, dst)) == [
+        (2, 100, 2), (10, 102, 2), (4, 104, 2), (12, 106, 2),
+    ]  # fmt: skip
+    pairs = Record((Field("k", "uint8", 2),), "t _2 t2 e")
+    src, dst = PageGeometry(pairs, 4, 0, 16, 1), PageGeometry(pairs, 4, 100, 16, 1)
+    got = as_rows(descriptors(runs_of((0, 1, 0, 1, 4)), src, dst))
+    assert got == [(0, 100, 4), (8, 108, 4)]
+    plain = PageGeometry(Record((Field("k", "uint8", 2),)), 4, 100, 8, 1)
+    for a, b, wanted in (
+        (src, plain, [(0, 100, 4), (8, 104, 4)]),
+        (plain, src, [(100, 0, 4), (104, 8, 4)]),
+    ):
+        assert as_rows(descriptors(runs_of((0, 1, 0, 1, 4)), a, b)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "here", "there"),
+    [
+        (KEYS, ONE_HEAD, None, None),
+        (KEYS, ONE_HEAD, (0, 2), None),
+        (KEYS, KEYS, (0, 2), (2, 3)),
+        (ONE_HEAD, HND, None, (1, 3)),
+    ],
+)
+def test_numbers_of_heads_that_differ_are_refused(src, dst, here, there) -> None:
+    sides = PageGeometry(src, 4, 0, 48, 1), PageGeometry(dst, 4, 0, 48, 1)
+    rule = f"heads {here or 'all'} of {src} do not pair with heads {there or 'all'} of {dst}"
+    with pytest.raises(PlanError, match=re.escape(rule)):
+        paired_pieces(*sides, here, there)
+    pairs = paired_pieces(sides[0], sides[0], (0, 1), (0, 1))
+    assert [(a.nbytes, b.nbytes) for a, b in pairs] == [(4, 4)]
+
+
+def test_runs_of_some_heads_are_no_whole_blocks() -> None:
+    runs = runs_of((8, 1, 0, 1, 4), (0, 1, 12, 1, 4))
+    assert runs.are_whole(4).tolist() == [True, True]
+    for heads in (((0, 1), None), (None, (0, 1)), ((0, 1), (0, 1))):
+        some = heads_of(runs, *heads)
+        assert some.are_whole(4).tolist() == [False, False]
+        assert some.whole_blocks(4, 4) is None
+    mixed = runs_of((8, 1, 0, 1, 4), (0, 1, 12, 1, 3), (4, 1, 4, 1, 4))
+    assert mixed.are_whole(4).tolist() == [True, False, True]
+
+
+def test_pages_with_holes_may_stand_in_each_other() -> None:
+    """78 layers packed behind each other per token: what counts is the last byte of a page."""
+    packed = Record((Field("k", "uint8", 2),), "t _3 e")
+    geometry = PageGeometry(packed, 4, 0, 24, 2)
+    assert geometry.nbytes == 24 + 20
+    assert PageGeometry(packed, 4, 0, 20, 1).nbytes == 20
+    within = PageGeometry(packed, 4, 0, 2, 3)  # each page in the holes of the one before
+    assert within.nbytes == 2 * 2 + 20
+    with pytest.raises(PlanError, match="block_stride 5 is below the page's 20 bytes"):
+        PageGeometry(packed, 4, 0, 5, 2)
+    rounded = Record((Field("k", "uint8", 3),), "[k: t e] %16")
+    assert PageGeometry(rounded, 4, 0, 16, 2).nbytes == 16 + 12
