@@ -10,6 +10,7 @@ from itertools import groupby, product, zip_longest
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvflow.errors import PlanError
 from kvflow.kernels.pages import PageView
@@ -144,14 +145,17 @@ def _move_ranges(links: Sequence[Link], names: Sequence[str], dst: Pages) -> Non
     for ranges in zip_longest(*lowered):
         prepared = [None if r is None else RangeCopy.of(r) for r in ranges]
         for name in names:
-            target = dst[name].memory[dst[name].offset :]
             turns = [
-                copy.chunks(src[name].memory[src[name].offset :], target)
+                copy.chunks(_from_first_page(src[name]), _from_first_page(dst[name]))
                 for copy, (_, src) in zip(prepared, links, strict=True)
                 if copy is not None
             ]
             for _ in zip_longest(*turns):
                 pass
+
+
+def _from_first_page(view: PageView) -> Tensor:
+    return view.memory[view.offset :] if view.offset else view.memory
 
 
 def _ranges(
