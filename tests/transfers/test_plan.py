@@ -8,7 +8,7 @@ from planning import SPEC, dcp, layout, moves, whole, with_runs
 from kvflow.errors import LayoutError, PlanError
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.sharding import Replicated
-from kvflow.transfers.plan import Plan, TransferRuns
+from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 from kvflow.transfers.planner import plan_transfer
 
 PLAN = plan_transfer(dcp(2, 1, 4), whole(8), (3, 20), absent=["indexer.2"])
@@ -119,3 +119,11 @@ def test_columns_of_runs_are_read_only() -> None:
         assert not any(column.flags.writeable for column in runs.columns)
     assert not any(column.flags.writeable for column in fresh)
     assert all(c is f for c, f in zip(TransferRuns.of_fresh(*fresh).columns, fresh, strict=True))
+
+
+def test_a_part_moves_one_head_and_copies_nothing_unless_told() -> None:
+    runs = PLAN.parts[0].runs
+    part = PlanPart("a", "b", ["latent.0"], 3, 20, runs)
+    assert (part.heads, len(part.copies), part.copies.num_tokens) == ((0, 1), 0, 0)
+    assert [c.shape for c in TransferRuns.none().columns] == [(0,)] * 9
+    assert (PLAN.parts[0].heads, PLAN.local_links) == ((0, 1), ())
