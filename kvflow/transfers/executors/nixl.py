@@ -243,7 +243,7 @@ class NixlEndpoint:
             raise TransferError(f"a {kind} failed: {type(e).__name__}: {e}") from e
 
     def quiesced(self) -> bool:
-        return self._closed or self._door.num_in_flight() == 0
+        return self._closed or self._door.num_late() == 0
 
     def close(self, timeout: float = 5.0) -> None:
         """Raises `TransferError` if reads of failed pulls are still under way after `timeout`
@@ -251,7 +251,7 @@ class NixlEndpoint:
         if self._closed:
             return
         deadline = Deadline.after(timeout)
-        while not self.quiesced():
+        while self._door.num_in_flight():
             deadline.check(f"{self._door.num_in_flight()} reads of failed pulls")
             time.sleep(0.01)
         self._closed = True

@@ -95,11 +95,15 @@ class Door:
         """Takes over what a failed pull leaves in the air."""
         self._kept += [f for f in flights if not f.has_ended()]
 
-    def num_in_flight(self) -> int:
-        """Transfers of failed pulls that may still write."""
+    def num_late(self) -> int:
+        """Transfers of failed pulls that may still write to the cache or to landing."""
         self._kept = [f for f in self._kept if not f.has_ended()]
+        return len(self._kept)
+
+    def num_in_flight(self) -> int:
+        """Those, and probes that a silent peer has not answered, which write nowhere else."""
         self._probes = {n: f for n, f in self._probes.items() if not f.has_ended()}
-        return len(self._kept) + len(self._probes)
+        return self.num_late() + len(self._probes)
 
     def probe(self, peer: Peer, deadline: Deadline | None = None) -> None:
         """A tiny read: raises NIXL's exception if the peer has died. With a deadline it waits for
