@@ -102,6 +102,13 @@ def test_long_requests_say_what_they_leave_out() -> None:
     assert len(titles(many, "path")) == 8 * 5
 
 
+def test_few_tokens_are_drawn_one_by_one() -> None:
+    for num, detailed in ((160, True), (161, False)):
+        said = texts(ElementTree.fromstring(draw_plan(planned("dcp2", "replicated", (0, num),
+            "paged(32) tiny"))))  # fmt: skip
+        assert (said.count("47") == 2) == detailed
+
+
 def test_empty_rows_of_a_large_page_are_left_out() -> None:
     note = "of the empty slots at the end of a page, whole rows are not drawn"
     for dst, noted in (("replicated dense(4096)", True), ("replicated paged(40)", False)):

@@ -62,6 +62,7 @@ def test_golden_report() -> None:
     assert report.components.moved == "all"
     text = render(report)
     assert "page j of 64 tokens is on shard j mod 8             1,969     98%" in text
+    assert "the stride is that of one axis of 4, not of all 8   1,996    100%" in text
     assert "0 -> 0" in text
     assert text.index("from  dcp8(i=1)") < text.index("to    replicated") < text.index("links: 8")
 
@@ -88,6 +89,8 @@ def test_links_into_one_target_follow_each_other_and_targets_do_not_wait() -> No
     two = explain(planned("dcp2(i=4) paged(4)", "replicated(2) paged(4)", (0, 32)), costs)
     seconds = [{s.name: s.seconds for s in r.strategies}["pages"] for r in (one, two)]
     assert seconds[0] == seconds[1] == sum(link.seconds["pages"] for link in one.links)
+    staged = [{s.name: s.staging_nbytes for s in r.strategies}["pack"] for r in (one, two)]
+    assert staged[0] == staged[1] == one.nbytes
 
 
 def test_replicas_are_used_and_copies_on_a_host_are_told() -> None:
