@@ -70,8 +70,8 @@ demo: $(STAMP) ## serve a small model from two engines and stream from it
 	$(BIN)/python examples/serve_glm.py --demo --pcp 4 --dcp 4 --interleave 1 \
 		--decode-ranks 2 --prefill-block 16 --decode-block 64 --kv-dtype fp8
 
-bench: $(STAMP) ## transfers against memcpy and one raw bulk read
-	$(BIN)/python benchmarks/transfer.py
+bench: $(STAMP) ## planning, copies, gathers and transfers, each beside its baseline
+	$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
