@@ -224,3 +224,14 @@ def test_fault_f01_planar_and_interleaved_pages_differ_and_are_different_types()
     assert places == [[8, 12], [36, 20]]
     assert planar != row
     assert str(planar) != str(row)
+
+
+def test_the_same_record_with_fewer_heads() -> None:
+    record = Record(
+        (Field("a", "uint8", 4, 3), Field("b", "float32", 1, 3)), "[a: h t e | b: t h e]"
+    )
+    one = record.with_heads(1)
+    assert [(f.name, f.num_elements, f.num_heads) for f in one.fields] == [("a", 4, 1), ("b", 1, 1)]
+    assert str(one.arrangement) == "[a: t e | b: t e]"
+    assert (record.with_heads(2).num_heads, record.with_heads(2).nbytes) == (2, 16)
+    assert record.with_heads(3) == record

@@ -128,3 +128,12 @@ def test_fault_f13_components_are_named_by_absolute_layer() -> None:
     assert ids == [0, 1, 2, *range(6, 75, 4)]
     assert SPEC.select(kind="indexer", part="mtp") == ("indexer.78",)
     assert 78 - len(ids) == 57
+
+
+def test_keys_and_values_of_attention_heads() -> None:
+    spec = KVCacheSpec.of_attention(2, num_heads=3, head_dim=4, content={"model": "m"})
+    assert spec.names == ("key.0", "value.0", "key.1", "value.1")
+    assert [c.layer_id for c in spec.components] == [0, 0, 1, 1]
+    assert spec.nbytes_per_token == 2 * 2 * 3 * 4 * 2
+    assert dict(spec.content)["model"] == "m"
+    assert "model" not in dict(KVCacheSpec.of_attention(1, num_heads=1, head_dim=1).content)
