@@ -15,12 +15,12 @@ import numpy.typing as npt
 from attrs import field, frozen
 
 from kvflow.errors import LayoutError
-from kvflow.layouts.values import integer, positive
+from kvflow.layouts.values import MOST, integer, positive
 
 Ints = npt.NDArray[np.int64]
 IntsLike = npt.ArrayLike
 
-ANY_STOP = 2**62
+ANY_STOP = MOST
 """The end of an unbounded domain: far above any position, far below int64 overflow."""
 
 
@@ -116,7 +116,10 @@ def shards_of(sharding: Sharding, shard: IntsLike) -> Ints:
 
 
 def as_ints(values: IntsLike) -> Ints:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of unequal length
+        raise LayoutError(f"expected integers, got {values!r}") from error
     if array.size and array.dtype.kind not in "iu":
         raise LayoutError(f"expected integers, got an array of {array.dtype}")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:

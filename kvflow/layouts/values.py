@@ -14,6 +14,9 @@ from kvflow.errors import LayoutError
 
 T = TypeVar("T")
 
+MOST = 2**62
+"""The largest number that a value may hold: arrays of 64 bits hold it too."""
+
 
 def integer(value: SupportsIndex, what: str = "a value") -> int:
     """`value` as a Python int, numpy's integers included. Raises `LayoutError` for a bool, a
@@ -29,15 +32,26 @@ def integer(value: SupportsIndex, what: str = "a value") -> int:
 
 
 def positive(instance: object, attribute: object, value: int) -> None:
-    if value < 1:
-        name = getattr(attribute, "name", "value")
-        raise LayoutError(f"{type(instance).__name__}.{name} = {value}, must be at least 1")
+    _between(instance, attribute, value, 1)
 
 
 def not_negative(instance: object, attribute: object, value: int) -> None:
-    if value < 0:
+    _between(instance, attribute, value, 0)
+
+
+def _between(instance: object, attribute: object, value: int, low: int) -> None:
+    if not low <= value <= MOST:
         name = getattr(attribute, "name", "value")
-        raise LayoutError(f"{type(instance).__name__}.{name} = {value}, must be at least 0")
+        rule = f"at least {low}" if value < low else f"at most {MOST}"
+        raise LayoutError(f"{type(instance).__name__}.{name} = {value}, must be {rule}")
+
+
+def token_range(tokens: Iterable[SupportsIndex]) -> tuple[int, int]:
+    """A start and a stop. Raises `LayoutError` for anything else than two integers."""
+    ends = items_of(tokens)
+    if len(ends) != 2:
+        raise LayoutError(f"tokens {ends} are {len(ends)} numbers, must be a start and a stop: 2")
+    return integer(ends[0], "start"), integer(ends[1], "stop")
 
 
 def items_of(values: object) -> tuple[Any, ...]:

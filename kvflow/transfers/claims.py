@@ -6,9 +6,13 @@ from collections.abc import Collection
 from kvflow.errors import ContentMismatch, PlanError
 from kvflow.layouts.layout import KVLayout
 
+MAX_TOKENS = 1 << 26
+"""The longest range of one plan: arithmetic on more runs than that would end in no memory."""
+
 
 def check_tokens(src: KVLayout, dst: KVLayout, tokens: tuple[int, int]) -> None:
-    """Raises `PlanError` unless ``[start, stop)`` lies in the domain of both sides."""
+    """Raises `PlanError` unless ``[start, stop)`` lies in the domain of both sides, and is no
+    longer than `MAX_TOKENS`."""
     start, stop = tokens
     for side, layout in (("source", src), ("target", dst)):
         domain = layout.placement.sharding
@@ -17,6 +21,10 @@ def check_tokens(src: KVLayout, dst: KVLayout, tokens: tuple[int, int]) -> None:
                 f"tokens [{start}, {stop}) must be a range inside the {side}'s "
                 f"[{domain.start}, {domain.stop})"
             )
+    if stop - start > MAX_TOKENS:
+        raise PlanError(
+            f"tokens [{start}, {stop}) are {stop - start}, one plan moves at most {MAX_TOKENS}"
+        )
 
 
 def check_components(

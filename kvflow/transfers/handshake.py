@@ -79,7 +79,7 @@ def agree(
     is given up. Raises `ContentMismatch` naming the first content field that differs, with both
     values, and `PlanError` for a name that says something untrue.
     """
-    fates = _Fates(source, target, tuple(sorted(set(recomputed))), tuple(sorted(set(absent))))
+    fates = _Fates(source, target, *(tuple(sorted(set(names(n)))) for n in (recomputed, absent)))
     fates.check()
     mine, theirs = ContentIdentity.of(source.spec), ContentIdentity.of(target.spec)
     named = {*fates.recomputed, *fates.absent}

@@ -16,7 +16,14 @@ from attrs import field, frozen
 from kvflow.errors import PlanError
 from kvflow.layouts.identity import ContentIdentity, PlacementIdentity
 from kvflow.layouts.layout import Binding, KVLayout
-from kvflow.layouts.values import integer, items_of, names, not_negative, tuple_of
+from kvflow.layouts.values import (
+    integer,
+    items_of,
+    names,
+    not_negative,
+    token_range,
+    tuple_of,
+)
 from kvflow.transfers.cuts import Range, check_partition, moved_by
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.plan import Plan
@@ -25,8 +32,7 @@ from kvflow.transfers.verify import verify_plan
 
 
 def _range(tokens: tuple[SupportsIndex, SupportsIndex]) -> Range:
-    start, stop = tokens
-    low, high = integer(start, "start"), integer(stop, "stop")
+    low, high = token_range(tokens)
     if not 0 <= low <= high:
         raise PlanError(f"tokens [{low}, {high}) must have 0 <= start <= stop")
     return low, high

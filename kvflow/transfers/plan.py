@@ -19,7 +19,7 @@ from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.pieces import Heads
 from kvflow.layouts.sharding import Ints, frozen_ints
 from kvflow.layouts.spec import KVCacheSpec
-from kvflow.layouts.values import integer, names, tuple_of
+from kvflow.layouts.values import integer, names, token_range, tuple_of
 
 
 def _column(values: object) -> Ints:
@@ -103,11 +103,6 @@ def _parts(parts: Iterable[PlanPart]) -> tuple[PlanPart, ...]:
     return tuple_of(PlanPart, parts)
 
 
-def _tokens(tokens: tuple[SupportsIndex, SupportsIndex]) -> tuple[int, int]:
-    start, stop = tokens
-    return integer(start, "start"), integer(stop, "stop")
-
-
 @frozen(eq=False)
 class Plan:
     """Moves `tokens` = ``(start, stop)`` from `src` to `dst`; by default those of the first part.
@@ -117,7 +112,7 @@ class Plan:
     dst: KVLayout
     parts: tuple[PlanPart, ...] = field(converter=_parts)
     absent: tuple[str, ...] = field(default=(), converter=names)
-    tokens: tuple[int, int] = field(converter=_tokens)
+    tokens: tuple[int, int] = field(converter=token_range)
 
     @tokens.default
     def _of_first_part(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import page_of
 from kvflow.layouts.pieces import Heads
 from kvflow.layouts.sharding import Ints, Sharding
-from kvflow.layouts.values import integer
+from kvflow.layouts.values import names, token_range
 from kvflow.transfers.claims import check_components, check_content, check_tokens
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
@@ -42,8 +42,8 @@ def plan_transfer(
     be named in `absent`. Raises `ContentMismatch` if bytes on the two sides differ in meaning, and
     `PlanError` for a range outside either layout or a component that is neither moved nor absent.
     """
-    start, stop = (integer(t, "a token") for t in tokens)
-    absent = tuple(sorted(set(absent)))
+    start, stop = token_range(tokens)
+    absent = tuple(sorted(set(names(absent))))
     moved = _moved(src, dst, components, absent)
     check_components(src, dst, moved, absent)
     check_content(src, dst, moved)
@@ -94,7 +94,7 @@ def _moved(
     src: KVLayout, dst: KVLayout, components: Iterable[str] | None, absent: tuple[str, ...]
 ) -> set[str]:
     if components is not None:
-        return set(components)
+        return set(names(components))
     return (set(src.spec.names) & set(dst.spec.names)) - set(absent)
 
 

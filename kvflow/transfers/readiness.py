@@ -15,7 +15,7 @@ from attrs import field, frozen
 from kvflow.errors import PlanError
 from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints, Sharding
-from kvflow.layouts.values import integer, items_of, not_negative
+from kvflow.layouts.values import integer, items_of, not_negative, token_range
 from kvflow.transfers.cuts import Range, clip, moved_by, select
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
@@ -24,11 +24,10 @@ BEFORE = -1
 
 
 def _steps(steps: Iterable[Sharding | tuple[int, int]]) -> tuple[Range, ...]:
-    ranges = []
-    for step in items_of(steps):
-        start, stop = (step.start, step.stop) if isinstance(step, Sharding) else step
-        ranges.append((integer(start, "start"), integer(stop, "stop")))
-    return tuple(ranges)
+    return tuple(
+        token_range((step.start, step.stop) if isinstance(step, Sharding) else step)
+        for step in items_of(steps)
+    )
 
 
 @frozen

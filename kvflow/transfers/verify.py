@@ -107,20 +107,21 @@ def _verify_heads(component: str, heads: list[Heads], num_heads: int) -> None:
 
 
 def _holder(side: str, layout: KVLayout, part: PlanPart) -> Placement:
-    """The one placement of the part's heads of all its components."""
+    """The one placement of the part's heads of all its components. They are of one shard: what a
+    rank stores beside them decides where in its rows they lie."""
     start, stop = part.heads
-    placements = [
-        shard.placement
+    shards = [
+        shard
         for c in part.components
         for shard in layout.head_shards(c)
         if shard.heads[0] <= start < stop <= shard.heads[1]
     ]
-    if len(placements) != len(part.components) or len(set(placements)) != 1:
+    if len(shards) != len(part.components) or len(set(shards)) != 1:
         raise PlanError(
             f"heads [{part.heads[0]}, {part.heads[1]}) of {list(part.components)} have no one "
             f"placement at the {side} {layout}"
         )
-    return placements.pop()
+    return shards[0].placement
 
 
 def _verify_group(side: str, layout: KVLayout, group: str, part: PlanPart) -> None:

@@ -130,6 +130,8 @@ def _unpacked(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(message: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
+    if not isinstance(message, bytes | bytearray):
+        raise PlanError(f"a plan message is bytes, got {type(message).__name__}")
     try:
         said = json.loads(message.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

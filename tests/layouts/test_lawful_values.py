@@ -133,6 +133,15 @@ def test_places_beyond_64_bits_are_refused() -> None:
         RoundRobin(2).owner(np.uint64(2**63 + 5))
     with pytest.raises(LayoutError, match="is outside"):
         RoundRobin(2).owner(2**62)
+    for make in (Paged, Pool, Dense, GlobalSlot):
+        assert make(2**62) == make(2**62)
+        with pytest.raises(LayoutError, match=f"= {2**62 + 1}, must be at most {2**62}"):
+            make(2**62 + 1)
+
+
+def test_rows_of_unequal_length_are_no_integers() -> None:
+    with pytest.raises(LayoutError, match=r"expected integers, got \[1, \[2\]\]"):
+        RoundRobin(2).owner([1, [2]])
     with pytest.raises(LayoutError):
         Replicated(5).token(0, 2**63 - 1)
 

@@ -88,6 +88,7 @@ def test_a_plan_that_was_not_derived_does_not_arrive() -> None:
         ({"tokens": [2]}, r"\[2\], must be"),
         ({"tokens": [2, 2.5]}, "2.5"),
         ({"tokens": [-1, 4]}, "range inside"),
+        ({"tokens": [0, 2**60]}, "one plan moves at most"),
         ({"tokens": "22"}, "must be"),
         ({"absent": ["latent.0"]}, PLAN.digest),
         ({"absent": ["latent.9"]}, "latent.9"),
@@ -111,8 +112,10 @@ def test_a_changed_layout_is_seen_by_the_digest() -> None:
         plan_from_wire(json.dumps(said).encode())
 
 
-@pytest.mark.parametrize("message", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000])
-def test_what_is_no_message_is_refused(message: bytes) -> None:
+@pytest.mark.parametrize(
+    "message", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, "{}", None, 3]
+)
+def test_what_is_no_message_is_refused(message) -> None:
     with pytest.raises(PlanError):
         plan_from_wire(message)
 

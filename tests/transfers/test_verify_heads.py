@@ -11,7 +11,9 @@ from kvflow.errors import LayoutError, PlanError
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Paged
+from kvflow.layouts.record import Field, Record
 from kvflow.layouts.sharding import Replicated, RoundRobin
+from kvflow.layouts.spec import Component, KVCacheSpec
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 from kvflow.transfers.planner import plan_transfer
 from kvflow.transfers.verify import verify_plan
@@ -269,3 +271,21 @@ def test_heads_are_integers() -> None:
         with pytest.raises(LayoutError, match=r"a head .*must be an integer"):
             evolve(PART, heads=heads)
     assert evolve(PART, heads=(np.int32(0), np.int64(1))).heads == (0, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_part_of_components_with_other_numbers_of_heads_is_refused(num_ranks: int) -> None:
+    """Two heads beside four: head 0 is all that a rank has of the one, half of what it has of the
+    other, and a part has one place for its heads in a row."""
+    key = Component("key", 0, Record((Field("key", "uint8", 3, 2),), "t h e"))
+    value = Component("value", 0, Record((Field("value", "uint8", 3, 4),), "t h e"))
+    spec = KVCacheSpec((key, value))
+    src, dst = (evolve(tp(4, t), spec=spec) for t in (num_ranks, 2))
+    plan = plan_transfer(src, dst, (0, 8))
+    keys = [p for p in plan.parts if p.components == ("key.0",)]
+    first, second = (p for p in plan.parts if p.components == ("value.0",))
+    verify_plan(plan)
+    halves = [evolve(first, heads=h) for h in ((0, 1), (1, 2))]
+    verify_plan(parts(plan, *keys, *halves, second))
+    joined = evolve(keys[0], components=("key.0", "value.0"))
+    refused(parts(plan, joined, keys[1], halves[1], second), "have no one placement at the source")

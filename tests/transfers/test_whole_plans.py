@@ -18,12 +18,15 @@ from kvflow.layouts.paging import Paged, Pool
 from kvflow.layouts.record import Field, Record
 from kvflow.layouts.sharding import Replicated, RoundRobin
 from kvflow.layouts.spec import Component, KVCacheSpec
+from kvflow.transfers.claims import MAX_TOKENS
 from kvflow.transfers.executors.base import Executor, RankCache
 from kvflow.transfers.executors.reference import ReferenceExecutor
 from kvflow.transfers.executors.strided import StridedExecutor
+from kvflow.transfers.joint import Holding
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.plan import Plan, TransferRuns
 from kvflow.transfers.planner import plan_transfer
+from kvflow.transfers.readiness import Schedule
 from kvflow.transfers.verify import verify_plan
 
 PLAN = plan_transfer(dcp(2, 1, 4), whole(4), (2, 23))
@@ -168,6 +171,33 @@ def test_a_foreign_binding_is_a_plan_error() -> None:
     other = KVLayout.uniform(SPEC, PLAN.src.placement, Paged(4), group="other")
     with pytest.raises(PlanError, match="the source binding is of another layout"):
         verify_plan(PLAN, bound(other, 23), bound(PLAN.dst, 23))
+
+
+@pytest.mark.parametrize("tokens", [None, 5, "09", (1,), (1, 2, 3)])
+def test_a_range_is_two_numbers(tokens: Any) -> None:
+    for make in (
+        lambda: plan_transfer(PLAN.src, PLAN.dst, tokens),
+        lambda: evolve(PLAN, tokens=tokens),
+        lambda: Holding(PLAN.src, tokens),
+        lambda: Schedule([tokens]),
+    ):
+        with pytest.raises(LayoutError):
+            make()
+
+
+def test_a_range_that_no_memory_can_plan_is_refused() -> None:
+    for start in (0, 2**61):
+        with pytest.raises(PlanError, match=f"are {MAX_TOKENS + 1}, one plan moves at most"):
+            plan_transfer(PLAN.src, PLAN.dst, (start, start + MAX_TOKENS + 1))
+        verify_plan(plan_transfer(PLAN.dst, PLAN.dst, (start, start)))
+    with pytest.raises(PlanError, match="one plan moves at most"):
+        verify_plan(evolve(PLAN, parts=[evolve(PART, stop=2**61)], tokens=(2, 2**61)))
+
+
+def test_one_name_is_not_several() -> None:
+    for what in ("components", "absent"):
+        with pytest.raises(LayoutError, match=r"expected several values, got 'latent\.0'"):
+            plan_transfer(PLAN.src, PLAN.dst, (0, 9), **{what: "latent.0"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("column", [f.name for f in fields(TransferRuns)])
