@@ -11,16 +11,14 @@ NaN, infinity and rounding: docs/decisions/0003-fp8-rounding-and-nan.md.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from kvflow.errors import LayoutError
+from kvflow.kernels.formats import FLOATS, FP8, RowFormat, Span, row_format
 from kvflow.layouts.record import SCALE_GROUP, Record
 
-FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_NAN = 0x7F
 SCALE_FLOOR = 1e-10
@@ -28,83 +26,9 @@ SCALE_FLOOR = 1e-10
 CPU_CHUNK = 1 << 17
 """Values per pass on a CPU, so that the temporaries of a pass stay in its cache."""
 
-_FLOATS = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-
 _VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float()  # of every code; faster than casts
 
 ScaleRule = Callable[[Tensor], Tensor]
-
-
-@frozen
-class Span:
-    """`size` values of `dtype` at byte `offset` of a packed row."""
-
-    offset: int
-    size: int
-    dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        """Byte after the last one."""
-        return self.offset + self.size * self.dtype.itemsize
-
-
-@frozen
-class RowFormat:
-    """Spans of a packed row: a value vector (scaled when fp8), a plain vector, padding."""
-
-    nbytes: int
-    values: Span
-    scale: Span | None
-    plain: Span | None
-    padding: tuple[Span, ...]
-
-    @property
-    def size(self) -> int:
-        """Values of one decoded row."""
-        return self.values.size + (self.plain.size if self.plain else 0)
-
-    @property
-    def group(self) -> int:
-        """Values under one scale."""
-        single = self.scale is None or self.scale.size == 1
-        return self.values.size if single else SCALE_GROUP
-
-
-@lru_cache(maxsize=256)
-def row_format(record: Record, values: str, plain: str | None, group: int | None) -> RowFormat:
-    """Read a record's fields: vector `values`, scaled per `group` values (None: one scale) when
-    its dtype is fp8, and vector `plain`. Raises `LayoutError` for any other set of fields."""
-    by_name = {f.name: f for f in record.fields}
-    if values not in by_name or (plain is not None and plain not in by_name):
-        raise LayoutError(f"{record} needs the fields {[n for n in (values, plain) if n]}")
-    known = {values, plain, "scale", "padding"}
-    if unknown := [n for n in by_name if n not in known]:
-        raise LayoutError(f"{record} has fields {unknown}, no codec writes them")
-
-    def span(name: str, allowed: dict[str, torch.dtype]) -> Span:
-        f = by_name[name]
-        if f.dtype not in allowed:
-            raise LayoutError(f"field {name} of {record} is {f.dtype}, must be in {list(allowed)}")
-        return Span(record.field_offset(name), f.num_elements, allowed[f.dtype])
-
-    vector = span(values, {**_FLOATS, "float8_e4m3fn": FP8})
-    num_scales = by_name["scale"].num_elements if "scale" in by_name else 0
-    expected = 0 if vector.dtype != FP8 else 1 if group is None else -(-vector.size // group)
-    if num_scales != expected:
-        raise LayoutError(f"{record} has {num_scales} scales, {vector.size} values need {expected}")
-    return RowFormat(
-        nbytes=record.nbytes,
-        values=vector,
-        scale=span("scale", {"float32": torch.float32}) if expected else None,
-        plain=span(plain, _FLOATS) if plain else None,
-        padding=(span("padding", {"uint8": torch.uint8}),) if "padding" in by_name else (),
-    )
 
 
 def encode_latent(record: Record, latent: Tensor, rope: Tensor) -> Tensor:
@@ -214,8 +138,8 @@ def _decode(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor:
         raise LayoutError(
             f"rows are {rows.dtype} {list(rows.shape)}, must be torch.uint8 [..., {fmt.nbytes}]"
         )
-    if dtype not in _FLOATS.values():
-        raise LayoutError(f"decode to {dtype}, must be one of {list(_FLOATS)}")
+    if dtype not in FLOATS.values():
+        raise LayoutError(f"decode to {dtype}, must be one of {list(FLOATS)}")
     flat = rows.reshape(rows.shape[:-1].numel(), fmt.nbytes)
     out = torch.empty(len(flat), fmt.size, dtype=dtype, device=rows.device)
     if out.device.type == "cuda" and fmt.scale is not None:
@@ -271,5 +195,5 @@ def _load(rows: Tensor, span: Span) -> Tensor:
 
 
 def _check_vector(name: str, x: Tensor, size: int) -> None:
-    if x.ndim != 2 or x.shape[1] != size or x.dtype not in _FLOATS.values():
+    if x.ndim != 2 or x.shape[1] != size or x.dtype not in FLOATS.values():
         raise LayoutError(f"{name} is {x.dtype} {list(x.shape)}, must be a float dtype [n, {size}]")

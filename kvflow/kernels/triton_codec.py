@@ -9,15 +9,14 @@ maximum on a GPU drops NaN.
 # ruff: noqa: N803
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvflow.kernels.codec import RowFormat
+from kvflow.kernels.formats import RowFormat
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def dequantise_kernel(
         tl.store(to + SIZE + p, v.to(out.dtype.element_ty), mask=p < PLAIN_SIZE)
 
 
-def constants(fmt: "RowFormat") -> dict[str, int]:
+def constants(fmt: RowFormat) -> dict[str, int]:
     """Compile-time constants of both kernels for one row format."""
     assert fmt.scale is not None
     plain_size = fmt.plain.size if fmt.plain else 0
@@ -107,7 +106,7 @@ def constants(fmt: "RowFormat") -> dict[str, int]:
     }
 
 
-def supports(fmt: "RowFormat", *dtypes: torch.dtype) -> bool:
+def supports(fmt: RowFormat, *dtypes: torch.dtype) -> bool:
     """Whether the kernels serve this format: fp8 values whose scales and bfloat16 vector lie on
     their natural alignment (the row buffers come from an allocator), no float64 anywhere."""
     aligned = fmt.scale is not None and fmt.scale.offset % 4 == 0 and fmt.nbytes % 4 == 0
@@ -117,7 +116,7 @@ def supports(fmt: "RowFormat", *dtypes: torch.dtype) -> bool:
 
 
 def quantise(
-    fmt: "RowFormat", values: Tensor, plain: Tensor | None, rows: Tensor, *, power_of_two: bool
+    fmt: RowFormat, values: Tensor, plain: Tensor | None, rows: Tensor, *, power_of_two: bool
 ) -> None:
     """Fill the packed rows uint8 [n, nbytes], their padding excepted."""
     if not len(rows):
@@ -130,7 +129,7 @@ def quantise(
     kernel(*args, **constants(fmt), POWER_OF_TWO=power_of_two, num_warps=1)
 
 
-def dequantise(fmt: "RowFormat", rows: Tensor, out: Tensor) -> None:
+def dequantise(fmt: RowFormat, rows: Tensor, out: Tensor) -> None:
     """Packed rows uint8 [n, nbytes] -> contiguous out [n, values + plain]."""
     rows = rows.contiguous() if rows.data_ptr() % 4 == 0 else torch.cat([rows])
     if len(rows):

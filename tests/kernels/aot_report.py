@@ -16,7 +16,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kvflow.kernels import codec, triton_codec, triton_rows
+from kvflow.kernels import triton_codec, triton_rows
+from kvflow.kernels.formats import row_format
 from kvflow.kernels.pages import PageView
 from kvflow.kernels.stacks import packed
 from kvflow.kernels.triton_rows import Side
@@ -142,7 +143,7 @@ def pages_of(record: Record, gap: int = 0, shift: int = 0, block_size: int = 64)
 
 def codec_kernels(dtype: torch.dtype):
     n, one_warp = 8, {"num_warps": 1}
-    fmt = codec.row_format(LATENT, "latent", "rope", 128)
+    fmt = row_format(LATENT, "latent", "rope", 128)
     fused = torch.zeros(n, 576, dtype=dtype)
     packed = torch.zeros(n, 656, dtype=torch.uint8)
     args = (fused[:, :512], fused[:, 512:], packed, 576, 576)
@@ -152,7 +153,7 @@ def codec_kernels(dtype: torch.dtype):
     quantise, dequantise = triton_codec.quantise_kernel, triton_codec.dequantise_kernel
     yield f"quantise latent {name}", quantise, args, constants | rule, one_warp
     yield f"dequantise latent {name}", dequantise, (packed, fused), constants, one_warp
-    fmt = codec.row_format(index_record("fp8", index_dim=128), "key", None, None)
+    fmt = row_format(index_record("fp8", index_dim=128), "key", None, None)
     key, packed = torch.zeros(n, 128, dtype=dtype), torch.zeros(n, 132, dtype=torch.uint8)
     constants, rule = triton_codec.constants(fmt), {"POWER_OF_TWO": True}
     args = (key, None, packed, 128, 0)

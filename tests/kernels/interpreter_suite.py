@@ -10,6 +10,7 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvflow.kernels import codec, rows, triton_codec, triton_rows
+from kvflow.kernels.formats import row_format
 from kvflow.kernels.stacks import packed
 from kvflow.layouts.record import Field, Record, index_record, latent_record
 from kvflow.transfers.lower import paired_pieces
@@ -313,7 +314,7 @@ def specials(n, size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latent_kernels_equal_the_torch_codec(latent_rank, rope_dim, dtype):
     record = latent_record("fp8", latent_rank=latent_rank, rope_dim=rope_dim)
-    fmt = codec.row_format(record, "latent", "rope", 128)
+    fmt = row_format(record, "latent", "rope", 128)
     latent, rope = specials(9, latent_rank, dtype), specials(9, rope_dim, dtype)
     expected = codec.encode_latent(record, latent, rope)
     assert triton_codec.supports(fmt, dtype)
@@ -327,7 +328,7 @@ def test_latent_kernels_equal_the_torch_codec(latent_rank, rope_dim, dtype):
 @pytest.mark.parametrize("index_dim", [128, 16])
 def test_index_kernels_equal_the_torch_codec(index_dim):
     record = index_record("fp8", index_dim=index_dim)
-    fmt = codec.row_format(record, "key", None, None)
+    fmt = row_format(record, "key", None, None)
     key = specials(9, index_dim, torch.float32)
     expected = codec.encode_index_key(record, key)
     out = torch.zeros_like(expected)
@@ -351,5 +352,5 @@ def test_every_code_decodes_alike():
     packed[0, :256] = torch.arange(256, dtype=torch.uint8)
     packed[0, 256:] = torch.tensor([0.25]).view(torch.uint8)
     check_dequantise(
-        codec.row_format(record, "key", None, None), packed, codec.decode_index_key(record, packed)
+        row_format(record, "key", None, None), packed, codec.decode_index_key(record, packed)
     )
