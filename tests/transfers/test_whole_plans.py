@@ -248,3 +248,18 @@ def test_a_rank_without_a_cache_is_named_before_anything_moves(executor: Executo
     assert all(v.memory.any() for c in targets.values() for v in c.pages.values())
     empty = BoundPlan(plan_transfer(PLAN.src, target, (0, 0)), both.src, both.dst)
     executor.execute(empty, {}, {})
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_cache_of_another_rank_or_layout_is_refused_before_anything_moves(
+    executor: Executor,
+) -> None:
+    both = BoundPlan(PLAN, bound(PLAN.src, 23), bound(PLAN.dst, 23))
+    sources, targets = caches(PLAN.src, [0, 1]), caches(PLAN.dst, [0])
+    with pytest.raises(PlanError, match="cache of source rank 0 is that of rank 1"):
+        executor.execute(both, {0: sources[1], 1: sources[0]}, targets)
+    with pytest.raises(PlanError, match="pages of 8 in the cache of target rank 0, the layout's"):
+        executor.execute(both, sources, caches(whole(8), [0]))
+    few = RankCache.allocate(PLAN.dst, 0, {"kv": 2})
+    with pytest.raises(PlanError, match="2 blocks in the cache of target rank 0, the binding"):
+        executor.execute(both, sources, {0: few})

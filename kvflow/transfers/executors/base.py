@@ -8,12 +8,13 @@ and pulls bound plans from them.
 from collections.abc import Container, Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from attrs import frozen
 
 from kvflow.errors import LayoutError, PlanError
 from kvflow.kernels.pages import PageView
-from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.memory import MemoryOrder
 from kvflow.transfers.lower import BoundPlan, PageGeometry
 
@@ -114,6 +115,44 @@ def require_caches(bound: BoundPlan, sources: Container[int], targets: Container
         for side, rank, caches in (("source", src_rank, sources), ("target", dst_rank, targets)):
             if rank not in caches:
                 raise PlanError(f"the plan needs {side} rank {rank}, which has no cache here")
+
+
+def check_caches(
+    bound: BoundPlan, sources: Mapping[int, RankCache], targets: Mapping[int, RankCache]
+) -> None:
+    """Raises `PlanError` unless every rank that the plan reads or writes has a cache of its own,
+    with pages of each component as large and as many as layout and binding say."""
+    require_caches(bound, sources, targets)
+    for part in bound.plan.parts:
+        for side, binding, group, caches, ranks in (
+            ("source", bound.src, part.src_group, sources, part.runs.src_rank),
+            ("target", bound.dst, part.dst_group, targets, part.runs.dst_rank),
+            ("target", bound.dst, part.dst_group, targets, part.copies.dst_rank),
+        ):
+            for rank in map(int, np.unique(ranks)):
+                for name in part.components:
+                    check_pages(caches[rank], binding, group, name, f"{side} rank {rank}", rank)
+
+
+def check_pages(
+    cache: RankCache, binding: Binding, group: str, component: str, whose: str, rank: int
+) -> None:
+    """Raises `PlanError` unless a cache is that of the rank and has the pages of a component that
+    the binding is of: the size of the group's, and enough of them."""
+    if cache.rank != rank:
+        raise PlanError(f"the cache of {whose} is that of rank {cache.rank}")
+    view, need = cache.pages.get(component), binding.num_blocks[group]
+    if view is None or view.num_blocks < need:
+        raise PlanError(
+            f"{component} has {view.num_blocks if view else 0} blocks in the cache of {whose}, the "
+            f"binding needs {need}"
+        )
+    size = binding.layout.group(group).paging.block_size
+    if view.block_size != size:
+        raise PlanError(
+            f"{component} has pages of {view.block_size} in the cache of {whose}, the layout's "
+            f"have {size}"
+        )
 
 
 class Executor(Protocol):

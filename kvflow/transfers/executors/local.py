@@ -19,6 +19,7 @@ from kvflow.transfers.executors.base import RankCache, TransferReport
 from kvflow.transfers.executors.seal import digest_rows, seal, unseal
 from kvflow.transfers.executors.strided import move_runs
 from kvflow.transfers.lower import BoundPlan, SlotRuns
+from kvflow.transfers.plan import PlanPart
 
 
 @define(eq=False)
@@ -157,13 +158,30 @@ class LocalEndpoint:
                     f"rank {rank} is {word}, but {peers.get(rank)} is not connected"
                 )
             there = self.fabric.cache_of(peers[rank])
+            if there.rank != rank:
+                raise TransferError(f"{peers[rank]} is named for rank {rank}, it is {there.rank}")
             for name in part.components:
                 if name not in there.pages or name not in self.cache.pages:
                     raise TransferError(f"component {name!r} is missing at one side")
+                self._check_sizes(bound, part, name, there, pull=pull)
                 ends = (peers[rank], self.name) if pull else (self.name, peers[rank])
                 moves.append(_Move(name, *ends, runs))
             ranks.add(rank)
         return moves, len(ranks)
+
+    def _check_sizes(
+        self, bound: BoundPlan, part: PlanPart, name: str, there: RankCache, *, pull: bool
+    ) -> None:
+        source, target = (there, self.cache) if pull else (self.cache, there)
+        for side, cache, layout, group in (
+            ("source", source, bound.plan.src, part.src_group),
+            ("target", target, bound.plan.dst, part.dst_group),
+        ):
+            size, said = cache.pages[name].block_size, layout.group(group).paging.block_size
+            if size != said:
+                raise TransferError(
+                    f"{name} has pages of {size} at the {side}, the plan says {said}"
+                )
 
     def _write(self, moves: list[_Move], timeout: float) -> None:
         failure: list[Exception] = []

@@ -6,7 +6,7 @@ import torch
 
 from kvflow.kernels.pages import PageView
 from kvflow.layouts.pieces import refine
-from kvflow.transfers.executors.base import RankCache, require_caches
+from kvflow.transfers.executors.base import RankCache, check_caches
 from kvflow.transfers.lower import BoundPlan, SlotRuns
 
 
@@ -19,7 +19,7 @@ class ReferenceExecutor:
         sources: Mapping[int, RankCache],
         targets: Mapping[int, RankCache],
     ) -> None:
-        require_caches(bound, sources, targets)
+        check_caches(bound, sources, targets)
         for part in bound.plan.parts:
             for src_rank, dst_rank in bound.plan.links:
                 runs = bound.link(part, src_rank, dst_rank)

@@ -17,7 +17,7 @@ from kvflow.kernels.pages import PageView
 from kvflow.kernels.ranges import RangeCopy
 from kvflow.kernels.rows import repack_rows
 from kvflow.layouts.pieces import Piece
-from kvflow.transfers.executors.base import RankCache, require_caches
+from kvflow.transfers.executors.base import RankCache, check_caches
 from kvflow.transfers.lower import (
     BoundPlan,
     Descriptors,
@@ -46,8 +46,7 @@ class StridedExecutor:
         sources: Mapping[int, RankCache],
         targets: Mapping[int, RankCache],
     ) -> None:
-        require_caches(bound, sources, targets)
-        _check_pages(bound, sources, targets)
+        check_caches(bound, sources, targets)
         for dst_rank, target in targets.items():
             for part, links in _by_part(bound.links_to(dst_rank), sources):
                 move_links(links, part.components, target.pages)
@@ -63,27 +62,6 @@ def _by_part(
     for _, group in groupby(moves, key=lambda move: id(move[0])):
         same = list(group)
         yield same[0][0], [(runs, caches[rank].pages) for _, rank, runs in same]
-
-
-def _check_pages(
-    bound: BoundPlan, sources: Mapping[int, RankCache], targets: Mapping[int, RankCache]
-) -> None:
-    """Raises `PlanError` for a component of the plan without pages in a cache, or with fewer blocks
-    than its binding says the pool has."""
-    for part in bound.plan.parts:
-        for side, binding, group, caches, ranks in (
-            ("source", bound.src, part.src_group, sources, part.runs.src_rank),
-            ("target", bound.dst, part.dst_group, targets, part.runs.dst_rank),
-            ("target", bound.dst, part.dst_group, targets, part.copies.dst_rank),
-        ):
-            for rank in map(int, np.unique(ranks)):
-                for name in part.components:
-                    view, need = caches[rank].pages.get(name), binding.num_blocks[group]
-                    if view is None or view.num_blocks < need:
-                        raise PlanError(
-                            f"{name} has {view.num_blocks if view else 0} blocks in the cache of "
-                            f"{side} rank {rank}, the binding needs {need}"
-                        )
 
 
 def move_links(links: Sequence[Link], components: Iterable[str], dst: Pages) -> None:
