@@ -33,7 +33,7 @@ def _guarded(
 ) -> int:
     try:
         run(options)
-    except (KvflowError, OSError) as error:
+    except (KvflowError, OSError, UnicodeDecodeError) as error:
         print(f"kvflow {name}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -82,4 +82,6 @@ def _read_model(name: str) -> KVCacheSpec:
         config: Any = json.loads(Path(path + ".json").read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise LayoutError(f"{path}.json is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise LayoutError(f"{path}.json holds a {type(config).__name__}, must be an object")
     return KVCacheSpec.from_config(config, kv_dtype=dtype.lstrip("/") or "fp8")  # type: ignore[arg-type]

@@ -188,6 +188,18 @@ def test_the_command_reads_costs_models_and_absent_components(
     assert {s["name"]: s["seconds"] for s in told["strategies"]}["runs"] == 2000 * 6
 
 
+def test_files_that_hold_something_else_end_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.json"
+    for held, says in ((b"[1]", "holds a list, must be"), (b"\xff", "decode"), (b"{", "no JSON")):
+        path.write_bytes(held)
+        assert main(["explain", *PAIR, "--model", str(path)]) == 2
+        assert says in capsys.readouterr().err
+    path.write_bytes(b"\xff")
+    assert main(["explain", *PAIR, "--costs", str(path)]) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -25,11 +25,13 @@ from kvflow.errors import KvflowError, TransferError
 from kvflow.kernels.rows import PageView
 from kvflow.layouts.layout import CacheGroup, KVLayout
 from kvflow.layouts.sharding import Ints
+from kvflow.layouts.values import integer, names
 from kvflow.layouts.wire import layout_from_wire, layout_to_wire
 from kvflow.transfers.executors.base import RankCache
 
 MAGIC = b"kvflow.tier.1\n"
 _SIZE_NBYTES, _DIGEST_NBYTES = 8, 16
+_MALFORMED = (KvflowError, AttributeError, KeyError, TypeError, ValueError, RecursionError)
 _ALIGNMENT = 4096
 _NOTHING: Ints = np.empty(0, np.int64)
 
@@ -199,7 +201,7 @@ def open_file(path: Path, key: str, rank: int) -> TierFile:
         _read_all(fd, memoryview(header), len(fixed), path)
     if _digest(header[:size]) != header[size:]:
         raise TransferError(f"{path}: the header is not what was written")
-    contents, digests = _parse(path, json.loads(header[:size]))
+    contents, digests = _parse(path, bytes(header[:size]))
     if (contents.key, contents.rank) != (key, rank):
         raise TransferError(
             f"{path} holds rank {contents.rank} of {contents.key!r}, not rank {rank} of {key!r}"
@@ -224,8 +226,9 @@ def _header(contents: Contents, digests: Digests) -> dict[str, Any]:
     }
 
 
-def _parse(path: Path, header: dict[str, Any]) -> tuple[Contents, Digests]:
+def _parse(path: Path, text: bytes) -> tuple[Contents, Digests]:
     try:
+        header: dict[str, Any] = json.loads(text)
         digests = {
             name: {block: bytes.fromhex(d) for block, d in each}
             for name, each in header["digests"].items()
@@ -233,13 +236,15 @@ def _parse(path: Path, header: dict[str, Any]) -> tuple[Contents, Digests]:
         start, stop = header["tokens"]
         contents = Contents(
             header["key"],
-            header["rank"],
+            integer(header["rank"], "rank"),
             layout_from_wire(header["layout"]),
-            (start, stop),
-            tuple(header["components"]),
-            header["num_blocks"],
+            (integer(start, "start"), integer(stop, "stop")),
+            names(header["components"]),
+            {name: integer(n, "num_blocks") for name, n in header["num_blocks"].items()},
         )
-    except (KvflowError, KeyError, TypeError, ValueError) as error:
+        if missing := {region.group.name for region in contents.groups} - digests.keys():
+            raise KeyError(f"digests of {sorted(missing)}")
+    except _MALFORMED as error:
         raise TransferError(f"{path}: a header of another version: {error!r}") from error
     return contents, digests
 

@@ -1,6 +1,8 @@
 """Offload and Restore keep the law through a host pool and through files; a file that is not what
 was written is an error."""
 
+import hashlib
+import json
 import os
 
 import pytest
@@ -28,6 +30,7 @@ from kvflow.transfers.operators import (
     ToFiles,
     bind,
 )
+from kvflow.transfers.operators.tierfile import MAGIC
 
 RANK_LOCAL = {**EXECUTORS, "rank_local": RankLocal()}
 
@@ -249,6 +252,32 @@ def test_a_file_that_shrinks_behind_its_header_is_an_error(stored) -> None:
         back.execute(
             bound, {}, {r: RankCache.allocate(dst, r, bound.dst.num_blocks) for r in (0, 1)}
         )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: [],
+        lambda said: said | {"num_blocks": {}},
+        lambda said: said | {"num_blocks": 3},
+        lambda said: said | {"num_blocks": dict.fromkeys(said["num_blocks"], "a")},
+        lambda said: said | {"digests": {}},
+        lambda said: said | {"tokens": ["a", 20]},
+        lambda said: said | {"components": [[5]]},
+        lambda said: said | {"rank": 0.0},
+        lambda said: "x" * 5_000,
+    ],
+)
+def test_a_header_that_proves_itself_but_says_nonsense_is_an_error(stored, change) -> None:
+    tier, read, *_ = stored
+    path = tier.path("k", 0)
+    good, fixed = path.read_bytes(), len(MAGIC) + 8
+    size = int.from_bytes(good[len(MAGIC) : fixed], "little")
+    for text in (json.dumps(change(json.loads(good[fixed : fixed + size]))).encode(), b"\xff"):
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        path.write_bytes(MAGIC + len(text).to_bytes(8, "little") + text + digest + good)
+        with pytest.raises(TransferError, match="a header of another version"):
+            read()
 
 
 def test_every_flipped_byte_is_noticed(stored) -> None:
