@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from attrs import field, frozen
 
-from kvflow.errors import TransferError
+from kvflow.errors import LayoutError, TransferError
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Paged
 from kvflow.layouts.sharding import Replicated, RoundRobin
 from kvflow.layouts.spec import GLM_5_3, KVCacheSpec
+from kvflow.layouts.values import integer
 from kvflow.transfers.cost import Costs, Rate, Strategy
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.nixl import NixlEndpoint
@@ -126,7 +127,11 @@ class _Target:
 def measure(tokens: int = 4096, rounds: int = 7) -> Costs:
     """Spawns a source process and pulls from it; some seconds. Every way runs once a round, in
     turn, and the median counts, so that a busy machine slows all of them alike. Raises
-    `TransferError` without NIXL, or if the measured times fit no costs."""
+    `TransferError` without NIXL, or if the measured times fit no costs, and `LayoutError` for
+    fewer tokens than two pages or no round."""
+    for what, value, low in (("tokens", tokens, 2 * BLOCK_SIZE), ("rounds", rounds, 1)):
+        if integer(value, what) < low:
+            raise LayoutError(f"{what} is {value}, must be at least {low}")
     key, context = secrets.token_bytes(32), mp.get_context("spawn")
     workloads = [
         Workload(tokens, BLOCK_SIZE),

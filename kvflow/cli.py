@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kvflow
 from kvflow import doctor
+from kvflow.errors import KvflowError
 
 LAYOUTS = """Layouts are texts: "dcp8(i=1) paged(64)", "pcp4*dcp2@pcp(i=16) paged(16) glm-5.3/fp8",
 "replicated(4) latent:pool(64) indexer:paged(16)"; docs/explain.md has the language."""
@@ -77,9 +78,13 @@ def _run_calibrate(options: argparse.Namespace) -> int:
     settle_environment()
     from kvflow import calibrate
 
-    costs = calibrate.measure(options.tokens, options.rounds)
-    print(calibrate.as_text(costs))
-    options.path.write_text(costs.to_json())
+    try:
+        costs = calibrate.measure(options.tokens, options.rounds)
+        print(calibrate.as_text(costs))
+        options.path.write_text(costs.to_json())
+    except (KvflowError, OSError) as error:
+        print(f"kvflow calibrate: {error}", file=sys.stderr)
+        return 2
     print(f"written to {options.path}")
     return 0
 

@@ -34,6 +34,14 @@ def test_it_refuses_to_overwrite_before_it_measures(tmp_path, capsys, monkeypatc
     assert Costs.from_json(path.read_text()).wire == Rate(1, 1)
 
 
+@pytest.mark.parametrize("words", [["--tokens", "0"], ["--rounds", "0"]])
+def test_it_refuses_to_measure_nothing(words: list[str], tmp_path, capsys) -> None:
+    path = tmp_path / "costs.json"
+    assert cli.main(["calibrate", str(path), *words]) == 2
+    assert f"{words[0][2:]} is 0, must be at least" in capsys.readouterr().err
+    assert not path.exists()
+
+
 def test_a_rate_is_what_two_measurements_say() -> None:
     rate = calibrate._rate((1000, 10**6, 3.0), (10, 10**6, 1.02))
     assert np.isclose(rate.per_item, 2e-3)

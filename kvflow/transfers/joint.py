@@ -71,6 +71,9 @@ class Claim:
     start: int = field(converter=integer)
     stop: int = field(converter=integer)
 
+    def __attrs_post_init__(self) -> None:
+        _range((self.start, self.stop))
+
 
 def _legs(legs: Iterable[Leg]) -> tuple[Leg, ...]:
     return tuple_of(Leg, legs)
@@ -97,6 +100,7 @@ class JointPlan:
         said = (
             [ContentIdentity.of(self.dst.spec).fingerprint],
             [PlacementIdentity.of(self.dst).fingerprint],
+            [[g.name, g.components] for g in self.dst.groups],
             self.num_sources,
             [[leg.source, leg.plan.digest] for leg in self.legs],
             sorted([c.component, c.start, c.stop] for c in self.claims),

@@ -142,6 +142,7 @@ def test_every_record_comes_back(record: Record) -> None:
         "replicated(2) paged(32) gqa(2,4,8)/float16[h t e t16 e2] heads(0|1)",
         "dcp2(i=1)*tp2 paged(4) {key.0-3:(key:bfloat16x8x4h)[h t e]} heads(0,2|1,3) hosts(0-3)",
         "replicated(4) paged(4) tiny/fp8 stages(all.0 on 0,1|all.1-2 on 2,3)",
+        "replicated paged(4) fp8_ds_mla heads(0|) stages(all on 0| on ) hosts(|0)",
         "replicated paged(4) {latent.0-2:bf16,indexer.0-8/4:fp8_index[row],latent.3@mtp:bf16}",
     ],
 )

@@ -235,6 +235,16 @@ def test_every_source_has_a_binding_that_is_proven() -> None:
             refuse(joint, short, bound(target, 30))
 
 
+UNUSED = CacheGroup("unused", (), Paged(4))
+"""Changes which groups there are, and where no component lies."""
+
+
+@pytest.mark.parametrize("tokens", [(5, 4), (-1, 4)])
+def test_a_claim_is_a_range(tokens: tuple[int, int]) -> None:
+    with pytest.raises(PlanError, match="must have 0 <= start <= stop"):
+        Claim("latent.0", *tokens)
+
+
 def test_joint_plans_are_values() -> None:
     assert joined() == joined()
     assert hash(joined()) == hash(joined())
@@ -246,8 +256,9 @@ def test_joint_plans_are_values() -> None:
         plan_joint(sources, target, (0, 30), held={"latent.2": 1}),
         plan_joint([], target, (4, 4)),
         plan_joint([], whole(4), (4, 4)),
+        plan_joint([], evolve(whole(4), groups=[*whole(4).groups, UNUSED]), (4, 4)),
     ]
-    assert len({joined(), *others}) == 7
+    assert len({joined(), *others}) == 8
     assert joined() != "joint"
 
 

@@ -60,8 +60,9 @@ def read_placement(word: Word, on: Word | None = None) -> Placement:
 
 
 def read_ranks(word: Word) -> list[list[int]]:
-    """Groups of ranks: `0,4|1-3` is ranks 0 and 4, then ranks 1, 2 and 3."""
-    return [[r for part in group.split(",") for r in _range(part)] for group in word.split("|")]
+    """Groups of ranks: `0,4|1-3` is ranks 0 and 4, then ranks 1, 2 and 3; `0|` ends with none."""
+    groups = [group.split(",") if group.text else [] for group in word.split("|")]
+    return [[r for part in group for r in _range(part)] for group in groups]
 
 
 def _range(word: Word) -> range:
