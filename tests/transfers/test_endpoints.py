@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from attrs import evolve
 from endpoint_worlds import (
     KEY,
     WORLDS,
@@ -240,6 +241,40 @@ def test_a_cache_of_other_pages_than_planned_is_refused(nixl):
     peers = {r: receiver.connect(nixl(c).export()) for r, c in sources.items()}
     with pytest.raises(TransferError, match=r"pages of 8 x .* the plan says 16"):
         receiver.pull(bound, 0, peers, timeout=5)
+
+
+def test_an_endpoint_of_another_rank_is_refused_before_anything_moves(world):
+    """Ranks that swap places have pages of one look and the wrong bytes in them."""
+    bound = pair()
+    _, senders, receiver, peers = connect_all(world, bound)
+    swapped = peers | {0: peers[1], 1: peers[0]}
+    with pytest.raises(TransferError, match=r"is named for rank 0, it is 1"):
+        receiver.pull(bound, 0, swapped, timeout=5, verify=True)
+    # here the target has the pages of source rank 1
+    twin = world(RankCache(1, target_cache(bound).pages))
+    there = {0: senders[0].connect(twin.export())}
+    with pytest.raises(TransferError, match=r"is named for rank 0, it is 1"):
+        senders[0].push(bound, 0, there, timeout=5, verify=True)
+    with pytest.raises(TransferError, match=r"rank 2 at the cache of (rank )?0"):
+        senders[0].push(bound, 2, there, timeout=5)
+    with pytest.raises(TransferError, match=r"rank 0 at the cache of (rank )?1"):
+        twin.pull(bound, 0, peers, timeout=5)
+    assert untouched(receiver.cache)
+    assert untouched(twin.cache)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_cache_with_fewer_blocks_than_bound_is_refused(nixl, side):
+    """Though every slot that moves is there: the pool that the binding is of has one more."""
+    small = pair((0, 40))
+    end, binding = ("src", small.src) if side == "source" else ("dst", small.dst)
+    more = evolve(binding, num_blocks={"kv": binding.num_blocks["kv"] + 1})
+    _, _, receiver, peers = connect_all(nixl, small)
+    with pytest.raises(
+        TransferError, match=rf"latent\.0 has \d+ blocks in the {side} cache of rank"
+    ):
+        receiver.pull(evolve(small, **{end: more}), 0, peers, timeout=5)
+    assert untouched(receiver.cache)
 
 
 # --- staging --------------------------------------------------------------------------------------

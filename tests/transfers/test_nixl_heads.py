@@ -2,11 +2,14 @@
 
 import pytest
 from attrs import evolve
-from endpoint_worlds import mover, nixl_world, pusher
+from endpoint_worlds import mover, nixl_world, pusher, untouched
 from planning import bound, tp
 
+from kvflow.errors import TransferError
 from kvflow.testing import check_law
 from kvflow.transfers.cost import DIRECT, STRATEGIES
+from kvflow.transfers.executors.base import RankCache
+from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.planner import plan_transfer
 
 TOKENS = (3, 21)
@@ -32,3 +35,21 @@ def test_neighbours_on_a_host_pull_from_each_other() -> None:
     assert plan.link_nbytes * 4 == plan.nbytes
     assert plan.local_links
     check_law(mover(nixl_world()), bound(src, 21), bound(dst, 21), TOKENS)
+
+
+def test_a_neighbour_of_another_rank_is_refused() -> None:
+    """Rank 2 stands where rank 0, which has received the tokens, should."""
+    src, dst = tp(1, 1), evolve(tp(1, 4), hosts=((0, 1, 2, 3),))
+    both = BoundPlan(plan_transfer(src, dst, TOKENS), bound(src, 21), bound(dst, 21))
+    side, rank = next(iter(both.plan.local_links))
+    other = next(r for r in range(4) if r not in (side, rank))
+    make = nixl_world()
+    ends = [make(RankCache.allocate(dst, r, both.dst.num_blocks, fill=0xA5)) for r in (other, rank)]
+    try:
+        peers = {side: ends[1].connect(ends[0].export())}
+        with pytest.raises(TransferError, match=f"is named for rank {side}, it is {other}"):
+            ends[1].pull(both, rank, peers, timeout=5, verify=True, stage="copies")
+        assert untouched(ends[1].cache)
+    finally:
+        for end in ends:
+            end.close()

@@ -13,7 +13,7 @@ from attrs import define, evolve, field, frozen
 
 from kvflow.errors import CapacityError, TransferError
 from kvflow.layouts.counts import each_of
-from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.layout import Binding
 from kvflow.layouts.pieces import Heads, Piece
 from kvflow.layouts.record import Record
 from kvflow.layouts.sharding import Ints
@@ -201,24 +201,36 @@ def check_bounds(kind: Kind, runs: SlotRuns, names: tuple[str, str]) -> None:
 
 @frozen(eq=False)
 class Planned:
-    """The pages that a rank has on one side of a plan, by component."""
+    """The pages that a rank has on one side of a bound plan, by component."""
 
     side: str
-    layout: KVLayout
+    binding: Binding
     _records: Mapping[str, Record] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        records = {c.name: c.record for c in self.layout.spec.components}
+        records = {c.name: c.record for c in self.binding.layout.spec.components}
         object.__setattr__(self, "_records", records)
 
     def check(self, at: PageGeometry, names: Iterable[str], rank: int) -> None:
         """The cache has the pages that the plan was made for. Raises `TransferError` otherwise.
         `names` have the same holders."""
+        layout = self.binding.layout
         for name in {id(self._records[name]): name for name in names}.values():
-            record = self.layout.local_record(name, rank)
-            size = self.layout.group_of(name).paging.block_size
+            record = layout.local_record(name, rank)
+            size = layout.group_of(name).paging.block_size
             if size != at.block_size or record != at.record:
                 raise TransferError(
                     f"the {self.side} cache has pages of {at.block_size} x {at.record}, "
                     f"the plan says {size} x {record}"
+                )
+
+    def check_blocks(self, at: PageGeometry, names: Iterable[str], rank: int) -> None:
+        """The cache has as many pages as the binding says, or more. Raises `TransferError`
+        otherwise."""
+        for name in names:
+            need = self.binding.num_blocks[self.binding.layout.group_of(name).name]
+            if at.num_blocks < need:
+                raise TransferError(
+                    f"{name} has {at.num_blocks} blocks in the {self.side} cache of rank {rank}, "
+                    f"the binding needs {need}"
                 )

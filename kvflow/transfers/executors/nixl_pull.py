@@ -126,28 +126,34 @@ class Pull:
     def _jobs(self, links: list[tuple[PlanPart, int, SlotRuns]]) -> Iterator[Job]:
         """Components that look alike on both sides, together. All bounds are proven here."""
         source, target = (
-            Planned("source", self.bound.plan.src),
-            Planned("target", self.bound.plan.dst),
+            Planned("source", self.bound.src),
+            Planned("target", self.bound.dst),
         )
         src = source if self.stage == "links" else target
         dst = source if self.stage == "push" else target
         for part, rank, runs in links:
-            if rank not in self.peers:
-                raise TransferError(
-                    f"the plan moves rank {rank}, peers are given for {[*self.peers]}"
-                )
-            peer, wanted = self.peers[rank], set(part.components)
+            peer, wanted = self._peer(rank), set(part.components)
             for kind in peer.kinds(self.door.geometries):
                 if names := tuple(name for name in kind.names if name in wanted):
                     wanted -= set(names)
                     src.check(kind.src, names, rank)
                     dst.check(kind.dst, names, self.rank)
                     check_bounds(kind, runs, (src.side, dst.side))
+                    src.check_blocks(kind.src, names, rank)
+                    dst.check_blocks(kind.dst, names, self.rank)
                     job = Job(peer, kind, names, runs)
                     self._nbytes += runs.num_tokens * job.row_nbytes * len(names)
                     yield job
             if wanted:
                 raise TransferError(f"{peer.name} or this endpoint lacks {sorted(wanted)}")
+
+    def _peer(self, rank: int) -> Peer:
+        """The endpoint that stands for a rank of the plan, if it says that it is that rank."""
+        if (peer := self.peers.get(rank)) is None:
+            raise TransferError(f"the plan moves rank {rank}, peers are given for {[*self.peers]}")
+        if peer.export.rank != rank:
+            raise TransferError(f"{peer.name} is named for rank {rank}, it is {peer.export.rank}")
+        return peer
 
     def _queue(self, jobs: list[Job]) -> list[Job]:
         """Puts everything to read in place; returns what owners must pack first."""
