@@ -7,6 +7,7 @@ Everything here is arithmetic on the runs of a plan; no token is enumerated.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,8 @@ from attrs import field, frozen
 from kvflow.errors import PlanError
 from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints, Sharding
-from kvflow.layouts.values import integer, items_of, not_negative, token_range
+from kvflow.layouts.spec import Part
+from kvflow.layouts.values import MOST, integer, items_of, not_negative, token_range
 from kvflow.transfers.cuts import Range, clip, moved_by, select
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
@@ -51,6 +53,8 @@ class Schedule:
             raise PlanError("a schedule needs at least one step")
         at = self.steps[0][0]
         for i, (start, stop) in enumerate(self.steps):
+            if stop > MOST:
+                raise PlanError(f"step {i} ends at token {stop}, must end at most at {MOST}")
             if start != at or not 0 <= start <= stop:
                 raise PlanError(
                     f"step {i} computes tokens [{start}, {stop}); it must begin at {at}, where the "
@@ -59,8 +63,13 @@ class Schedule:
             at = stop
 
     def rows(self, step: int, part: str) -> Range:
-        """The rows that a step completes in a layer of the main part or of "mtp"; `BEFORE` names
-        those that were there before."""
+        """The rows that a step completes in a layer of "main" or of "mtp"; `BEFORE` names those
+        that were there before. Raises `PlanError` for a step that the schedule does not have, or
+        another part."""
+        if part not in get_args(Part):
+            raise PlanError(f"part {part!r}, must be one of {get_args(Part)}")
+        if not BEFORE <= integer(step, "step") < len(self.steps):
+            raise PlanError(f"step {step}, must be in [{BEFORE}, {len(self.steps)})")
         start, stop = (0, self.steps[0][0]) if step == BEFORE else self.steps[step]
         if part == "mtp":
             start = max(start - self.lookahead, 0)

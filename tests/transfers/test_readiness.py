@@ -216,6 +216,7 @@ def test_rows_beyond_the_schedule_are_refused() -> None:
         ([(0, 4), (5, 8)], r"step 1 computes tokens \[5, 8\); it must begin at 4"),
         ([(0, 4), (3, 8)], r"step 1 computes tokens \[3, 8\)"),
         ([(4, 3)], r"step 0 computes tokens \[4, 3\)"),
+        ([(0, 4), (4, 10**30)], f"step 1 ends at token {10**30}, must end at most at {2**62}"),
         ([(-1, 3)], r"step 0 computes tokens \[-1, 3\)"),
         ([(0, 4), BalancedChunks(2, 5, 8)], "must begin at 4"),
     ],
@@ -223,6 +224,26 @@ def test_rows_beyond_the_schedule_are_refused() -> None:
 def test_an_unlawful_schedule_is_refused(steps, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Schedule(steps)
+
+
+def test_a_schedule_may_end_where_numbers_end() -> None:
+    plan = plan_transfer(whole(4), whole(4), (0, 12))
+    (pages,) = page_readiness(plan, Schedule([(0, 8), (8, 2**62)]))
+    assert pages.step.tolist() == [0, 1, 1]  # the MTP row of token 7 waits for token 8
+
+
+def test_steps_and_parts_that_are_none_are_refused() -> None:
+    schedule = Schedule([(0, 4), (4, 8), (8, 9)])
+    for step in (3, -2, 2**70):
+        with pytest.raises(PlanError, match=rf"step {step}, must be in \[-1, 3\)"):
+            schedule.rows(step, "main")
+    for refuse in (
+        lambda: schedule.rows(0, "mpt"),
+        lambda: schedule.complete("mpt"),
+        lambda: schedule.step_of(np.arange(3), "mpt"),
+    ):
+        with pytest.raises(PlanError, match="part 'mpt', must be one of"):
+            refuse()
 
 
 def test_a_million_tokens_are_streamed_without_being_enumerated() -> None:
