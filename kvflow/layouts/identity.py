@@ -95,7 +95,7 @@ class ContentIdentity:
     @property
     def unstated(self) -> tuple[str, ...]:
         """Fields of `MEANING` that this content leaves open."""
-        stated = {key for key, _ in self.meaning}
+        stated = {key for key, value in self.meaning if value.strip()}
         return tuple(name for name in MEANING if name not in stated)
 
     def differences(self, target: "ContentIdentity") -> Iterator[Difference]:
@@ -119,7 +119,8 @@ class ContentIdentity:
 @frozen
 class PlacementIdentity:
     """Where the bytes of a cache lie: `whole` says how tokens are dealt to which ranks,
-    `components` (name, then pairs) the block size, memory and page arrangement of each."""
+    `components` (name, then pairs) the group whose block table it shares, block size, memory and
+    page arrangement of each."""
 
     whole: Pairs = field(converter=_pairs)
     components: tuple[tuple[str, Pairs], ...]
@@ -182,8 +183,10 @@ def _parameters(sharding: object) -> Pairs:
 
 
 def _place_of(component: Component, layout: KVLayout) -> Pairs:
-    paging = layout.group_of(component.name).paging
+    group = layout.group_of(component.name)
+    paging = group.paging
     return (
+        ("group", group.name),
         ("block_size", str(paging.block_size)),
         ("memory", type(paging).__name__),
         ("arrangement", str(component.record.arrangement)),

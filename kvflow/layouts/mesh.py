@@ -62,6 +62,7 @@ class Mesh:
                 raise LayoutError(
                     f"{axis}: size {axis.size} must divide the {extent} ranks it folds over"
                 )
+        check_num_ranks(self.num_ranks)
 
     def __getitem__(self, name: str) -> Axis:
         for axis in self.axes:
@@ -122,6 +123,15 @@ class Mesh:
         return " ".join(map(str, self.axes))
 
 
+MAX_RANKS = 1 << 16
+"""Placements list their ranks one by one; no system has more than this."""
+
+
+def check_num_ranks(num_ranks: int) -> None:
+    if num_ranks > MAX_RANKS:
+        raise LayoutError(f"{num_ranks} ranks, at most {MAX_RANKS} can be placed")
+
+
 def rank_ids(ranks: Iterable[SupportsIndex]) -> tuple[int, ...]:
     return tuple(integer(r, "rank") for r in items_of(ranks))
 
@@ -154,6 +164,7 @@ class Placement:
     @classmethod
     def simple(cls, sharding: Sharding) -> "Placement":
         """Shard s on rank s."""
+        check_num_ranks(sharding.num_shards)
         return cls(sharding, tuple((s,) for s in range(sharding.num_shards)))
 
     @property

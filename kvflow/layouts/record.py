@@ -5,6 +5,7 @@ says how the records of a page sit together. Everything that moves bytes asks th
 `pieces`; nothing else knows an arrangement.
 """
 
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
@@ -52,6 +53,8 @@ class Field:
     num_heads: int = field(default=1, converter=integer, validator=positive)
 
     def __attrs_post_init__(self) -> None:
+        if not re.fullmatch(r"\w+", self.name):
+            raise LayoutError(f"field {self.name!r}: a name is letters, digits and underscores")
         if self.dtype not in DTYPE_NBYTES:
             raise LayoutError(
                 f"field {self.name!r} has dtype {self.dtype!r}, must be one of {list(DTYPE_NBYTES)}"

@@ -128,8 +128,9 @@ class KVCacheSpec:
             components.append(Component("latent", i, latent, part))
             if part == "mtp" or full[i]:
                 components.append(Component("indexer", i, key, part))
+        eps = config.get("rms_norm_eps")
         meaning = _mla_meaning(kv_dtype) | {
-            "rms_norm_eps": str(config.get("rms_norm_eps")),
+            **({} if eps is None else {"rms_norm_eps": str(eps)}),
             **(content or {}),
         }
         return cls(tuple(components), tuple(sorted(meaning.items())))

@@ -80,6 +80,9 @@ class BoundPlan:
     dst: Binding
 
     def __attrs_post_init__(self) -> None:
+        for side, binding in (("source", self.src), ("target", self.dst)):
+            if not isinstance(binding, Binding):
+                raise PlanError(f"the {side} binding is {binding!r}, must be a Binding")
         verify_plan(self.plan, self.src, self.dst)
 
     def link(self, part: PlanPart, src_rank: int, dst_rank: int) -> SlotRuns:

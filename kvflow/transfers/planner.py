@@ -58,7 +58,7 @@ def plan_transfer(
         for heads, a, b in _shared_heads(here, there):
             key = (sizes, a, b)
             if key not in dealt:
-                dealt[key] = _on_ranks(*pieces_of_paging[sizes], a, b, dst.host_of)
+                dealt[key] = _on_ranks(*pieces_of_paging[sizes], a, b, dst.host_of, stop)
             runs, copies = dealt[key]
             parts.append(PlanPart(sg.name, dg.name, shared, start, stop, runs, heads, copies))
     return Plan(src, dst, tuple(parts), absent, (start, stop))
@@ -190,16 +190,23 @@ def _split(pieces: _Pieces, m: int, local: Ints, stride: Ints, block_size: int) 
 
 
 def _on_ranks(
-    pieces: _Pieces, m: int, src: Placement, dst: Placement, host_of: Callable[[int], Group]
+    pieces: _Pieces,
+    m: int,
+    src: Placement,
+    dst: Placement,
+    host_of: Callable[[int], Group],
+    first: int,
 ) -> tuple[TransferRuns, TransferRuns]:
     """One run a piece and target host, from the source's replicas in turn to that host's replicas
-    in turn; and the runs by which the other replicas of a host copy from the one that received."""
+    in turn, beginning with the `first` of either; and the runs by which the other replicas of a
+    host copy from the one that received. A request of few runs does not reach all replicas, so
+    requests begin at different ones."""
     hosts = [_by_host(group, host_of) for group in dst.ranks]
     num_hosts = np.array([len(groups) for groups in hosts], np.int64)[pieces.dst_shard]
     source, host = each_of(num_hosts)
     shard, count = pieces.dst_shard[source], pieces.count[source]
-    dst_rank = _receivers(hosts, shard, host, count)
-    src_rank = _spread(src.ranks, pieces.src_shard[source], dst_rank, count)
+    dst_rank = _receivers(hosts, shard, host, count, first)
+    src_rank = _spread(src.ranks, pieces.src_shard[source], dst_rank, count, first)
     order = np.lexsort((pieces.dst_local[source], dst_rank, src_rank))
     runs = _runs(pieces, m, source[order], src_rank[order], dst_rank[order])
     return runs, _copies(runs, hosts, shard[order], host[order])
@@ -213,16 +220,18 @@ def _by_host(group: Group, host_of: Callable[[int], Group]) -> tuple[Group, ...]
     return tuple(tuple(ranks) for ranks in together.values())
 
 
-def _receivers(hosts: list[tuple[Group, ...]], shard: Ints, host: Ints, count: Ints) -> Ints:
+def _receivers(
+    hosts: list[tuple[Group, ...]], shard: Ints, host: Ints, count: Ints, first: int
+) -> Ints:
     """The rank that receives each run: on every host the runs of a shard are dealt in equal
-    consecutive parts to its replicas there."""
+    consecutive parts to its replicas there, beginning with the `first`."""
     dst_rank = np.zeros_like(shard)
     for s, groups in enumerate(hosts):
         for h, group in enumerate(groups):
             mine = np.flatnonzero((shard == s) & (host == h))
             before = np.cumsum(count[mine]) - count[mine]
-            turn = before * len(group) // count[mine].sum()
-            dst_rank[mine] = np.array(group, np.int64)[turn]
+            turn = before * len(group) // count[mine].sum() + first
+            dst_rank[mine] = np.array(group, np.int64)[turn % len(group)]
     return dst_rank
 
 
@@ -277,10 +286,12 @@ def _pick(ranks: tuple[tuple[int, ...], ...], shard: Ints, replica: Ints) -> Int
     return table[shard, replica]
 
 
-def _spread(ranks: tuple[tuple[int, ...], ...], shard: Ints, reader: Ints, count: Ints) -> Ints:
+def _spread(
+    ranks: tuple[tuple[int, ...], ...], shard: Ints, reader: Ints, count: Ints, first: int
+) -> Ints:
     """For each run the replica that sends it: the tokens that one reader wants of one shard are
-    dealt in equal consecutive parts to the shard's replicas, starting at another one for each
-    reader."""
+    dealt in equal consecutive parts to the shard's replicas, beginning with the `first` and at
+    another one for each reader."""
     sizes = np.array([len(group) for group in ranks], np.int64)
     if sizes.max() == 1:
         return _pick(ranks, shard, np.zeros_like(shard))
@@ -290,5 +301,5 @@ def _spread(ranks: tuple[tuple[int, ...], ...], shard: Ints, reader: Ints, count
             mine = np.flatnonzero((shard == s) & (reader == r))
             before = np.cumsum(count[mine]) - count[mine]
             share = before * sizes[s] // count[mine].sum()
-            replica[mine] = (share + n) % sizes[s]
+            replica[mine] = (share + n + first) % sizes[s]
     return _pick(ranks, shard, replica)

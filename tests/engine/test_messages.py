@@ -221,7 +221,7 @@ def test_layouts_with_a_part_missing_or_changed_are_refused(layout, data):
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("form",), 2),
+        (("form",), 1),
         (("sharding", "kind"), "Exec"),
         (("sharding", "extra"), 1),
         (("groups", 0, "paging", "block_size"), 0),

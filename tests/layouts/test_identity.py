@@ -113,10 +113,12 @@ def test_a_field_of_many_components_is_said_once() -> None:
     assert found == (
         Difference("interleave", "4", "1"),
         Difference("ranks", "0|1", "1|0"),
+        Difference("group", "kv", "gpu", indexers),
+        Difference("group", "kv", "host", latents),
         Difference("block_size", "8", "1", latents),
         Difference("memory", "Paged", "Pool", latents),
     )
-    assert str(found[2]) == "block_size of latent.0 and 3 more: source '8', target '1'"
+    assert str(found[4]) == "block_size of latent.0 and 3 more: source '8', target '1'"
     assert str(found[0]) == "interleave: source '4', target '1'"
 
 

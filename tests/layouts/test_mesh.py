@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvflow.errors import LayoutError
 from kvflow.layouts.mesh import Axis, Mesh, Placement
 from kvflow.layouts.sharding import Replicated, RoundRobin
+from kvflow.layouts.text import parse_layout
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
@@ -130,3 +131,15 @@ def test_every_rank_is_in_bounds(ranks: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(LayoutError, match=f"at least 0 and below {2**62}, got"):
         Placement(RoundRobin(2), ranks)
     assert Placement(RoundRobin(2), ((2**62 - 1,), (0,))).shard_of(0) == 1
+
+
+def test_more_ranks_than_any_system_has_are_refused_before_they_are_listed() -> None:
+    for make in (
+        lambda: Mesh((Axis("pcp", 2**40),)),
+        lambda: Placement.simple(RoundRobin(2**40)),
+        lambda: parse_layout("replicated(99999999999) paged(64)"),
+        lambda: parse_layout("dcp99999999999 paged(64)"),
+        lambda: parse_layout("dcp1 on 0-99999999999 paged(64)"),
+    ):
+        with pytest.raises(LayoutError, match=r"\d+ ranks, at most 65536"):
+            make()

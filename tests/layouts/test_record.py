@@ -235,3 +235,9 @@ def test_the_same_record_with_fewer_heads() -> None:
     assert str(one.arrangement) == "[a: t e | b: t e]"
     assert (record.with_heads(2).num_heads, record.with_heads(2).nbytes) == (2, 16)
     assert record.with_heads(3) == record
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a:b", "a,b", "x|y", "*"])
+def test_field_names_are_words(name: str) -> None:
+    with pytest.raises(LayoutError, match="a name is letters, digits and underscores"):
+        Field(name, "uint8", 1)

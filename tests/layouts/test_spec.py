@@ -89,7 +89,7 @@ def test_components_stand_in_layer_order_with_absolute_ids() -> None:
     assert spec["indexer.4"].layer_id == 4
     assert dict(spec.content) == {
         "spec_version": "1", "kv_dtype": "fp8", "rope_order": "interleaved",
-        "rms_norm_eps": "None", "model": "m", "e4m3": "e4m3fn",
+        "model": "m", "e4m3": "e4m3fn",
         "scale_group": "latent 128, key whole",
         "scale_rounding": "latent to nearest, key up to a power of two",
         "norm_stage": "latent and key behind their norms, rope behind the rotation",

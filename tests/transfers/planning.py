@@ -13,6 +13,7 @@ from kvflow.testing import deal
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
 
 CONFIG = {
+    "rms_norm_eps": 1e-5,
     "num_hidden_layers": 2,
     "num_nextn_predict_layers": 1,
     "kv_lora_rank": 4,

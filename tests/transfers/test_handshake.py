@@ -98,7 +98,7 @@ def test_fault_c13_c14_one_field_of_content_is_named_with_both_values(name: str)
     ("change", "says"),
     [
         ({"dtype": "bfloat16"}, "'kv_dtype': source has 'fp8', target 'bfloat16'"),
-        ({"rms_norm_eps": 1e-6}, "'rms_norm_eps': source has 'None', target '1e-06'"),
+        ({"rms_norm_eps": 1e-6}, "'rms_norm_eps': source has '1e-05', target '1e-06'"),
         ({"num_hidden_layers": 3, "indexer_types": ["full", "shared", "shared"]}, "indexer.2'"),
         ({"indexer_types": ["full", "full"]}, "indexer.1': source has nothing, target 'main key:"),
         ({"kv_lora_rank": 8}, "latent:float8_e4m3fn[4]"),

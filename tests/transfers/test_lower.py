@@ -397,3 +397,11 @@ def test_pages_with_holes_may_stand_in_each_other() -> None:
         PageGeometry(packed, 4, 0, 5, 2)
     rounded = Record((Field("k", "uint8", 3),), "[k: t e] %16")
     assert PageGeometry(rounded, 4, 0, 16, 2).nbytes == 16 + 12
+
+
+def test_a_bound_plan_without_bindings_is_no_bound_plan() -> None:
+    both = bound(dcp(2), 6), bound(whole(8), 6)
+    plan = plan_transfer(both[0].layout, both[1].layout, (0, 6))
+    for sides in ((None, both[1]), (both[0], None)):
+        with pytest.raises(PlanError, match="binding is None, must be a Binding"):
+            BoundPlan(plan, *sides)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvflow.errors import LayoutError
 from kvflow.layouts.chunks import BalancedChunks, Contiguous
-from kvflow.layouts.mesh import Axis, Mesh, Placement
+from kvflow.layouts.mesh import Axis, Mesh, Placement, check_num_ranks
 from kvflow.layouts.paging import Dense, Paged, Paging, Pool
 from kvflow.layouts.sharding import ANY_STOP, Replicated, RoundRobin, Sharding
 from kvflow.layouts.text.scan import TextError, Word
@@ -69,6 +69,7 @@ def _range(word: Word) -> range:
     ends = [end.number("a rank, or a range of them as A-B") for end in word.split("-")]
     if len(ends) > 2 or ends[-1] < ends[0]:
         word.fail("a range of ranks as A-B")
+    check_num_ranks(ends[-1] - ends[0] + 1)
     return range(ends[0], ends[-1] + 1)
 
 
@@ -114,6 +115,7 @@ def _replicated(word: Word, arguments: Sequence[Word]) -> Placement:
         ranks = rest.pop(0).number("ranks", 1)
     if len(rest) > 1:
         word.fail("replicated(N), replicated(A:B) or replicated(N,A:B)")
+    check_num_ranks(ranks)
     start, stop = _interval(rest[0], bounded=False) if rest else (0, ANY_STOP)
     return Placement(Replicated(start, stop), (range(ranks),))
 
