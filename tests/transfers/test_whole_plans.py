@@ -60,7 +60,8 @@ def told(content: tuple[tuple[str, str], ...] = (), names: tuple[str, ...] = ("f
 
 texts = st.text(st.sampled_from("=ab\0,:x1()s"), max_size=4)
 contents = st.lists(st.tuples(texts, texts), max_size=3, unique_by=lambda p: p[0]).map(tuple)
-field_names = st.lists(texts, min_size=1, max_size=3, unique=True).map(tuple)
+words = st.text(st.sampled_from("abx1s_"), min_size=1, max_size=4)
+field_names = st.lists(words, min_size=1, max_size=3, unique=True).map(tuple)
 
 
 @given(contents, contents, field_names, field_names)
@@ -260,6 +261,11 @@ def test_a_cache_of_another_rank_or_layout_is_refused_before_anything_moves(
         executor.execute(both, {0: sources[1], 1: sources[0]}, targets)
     with pytest.raises(PlanError, match="pages of 8 in the cache of target rank 0, the layout's"):
         executor.execute(both, sources, caches(whole(8), [0]))
+    other = targets[0].pages["latent.0"]
+    narrow = evolve(other, record=Record([Field("other", "uint8", 4)]))
+    swapped = RankCache(0, targets[0].pages | {"latent.0": narrow})
+    with pytest.raises(PlanError, match=r"records other.* cache of target rank 0, the layout"):
+        executor.execute(both, sources, {0: swapped})
     few = RankCache.allocate(PLAN.dst, 0, {"kv": 2})
     with pytest.raises(PlanError, match="2 blocks in the cache of target rank 0, the binding"):
         executor.execute(both, sources, {0: few})

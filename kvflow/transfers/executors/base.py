@@ -121,7 +121,7 @@ def check_caches(
     bound: BoundPlan, sources: Mapping[int, RankCache], targets: Mapping[int, RankCache]
 ) -> None:
     """Raises `PlanError` unless every rank that the plan reads or writes has a cache of its own,
-    with pages of each component as large and as many as layout and binding say."""
+    with pages of each component of the record, as large and as many as layout and binding say."""
     require_caches(bound, sources, targets)
     for part in bound.plan.parts:
         for side, binding, group, caches, ranks in (
@@ -138,7 +138,7 @@ def check_pages(
     cache: RankCache, binding: Binding, group: str, component: str, whose: str, rank: int
 ) -> None:
     """Raises `PlanError` unless a cache is that of the rank and has the pages of a component that
-    the binding is of: the size of the group's, and enough of them."""
+    the binding is of: of the rank's record, the size of the group's, and enough of them."""
     if cache.rank != rank:
         raise PlanError(f"the cache of {whose} is that of rank {cache.rank}")
     view, need = cache.pages.get(component), binding.num_blocks[group]
@@ -152,6 +152,11 @@ def check_pages(
         raise PlanError(
             f"{component} has pages of {view.block_size} in the cache of {whose}, the layout's "
             f"have {size}"
+        )
+    if view.record != (record := binding.layout.local_record(component, rank)):
+        raise PlanError(
+            f"{component} has records {view.record} in the cache of {whose}, the layout's are "
+            f"{record}"
         )
 
 
