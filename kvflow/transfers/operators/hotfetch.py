@@ -15,6 +15,7 @@ from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.paging import PADDING_SLOT, kernel_slots
 from kvflow.layouts.sharding import Ints, IntsLike, frozen_ints
 from kvflow.layouts.spec import KVCacheSpec
+from kvflow.layouts.values import names
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.operators.difference import first_difference
 from kvflow.transfers.operators.protocol import check_sides
@@ -43,13 +44,15 @@ class Misses:
 
     positions: int64 [n], `NO_POSITION` in lanes that name nothing; what `slots` has there is not
     looked at. request: its place in the host pool. Raises `LayoutError` for slots of another pool,
-    lengths that differ, a position below -1 or past the request, or a slot below 0."""
+    lengths that differ, a position below -1, a slot below 0, or a request that is no binding."""
 
     request: Binding
     positions: Ints = field(converter=frozen_ints)
     slots: DeviceSlots
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.request, Binding):
+            raise LayoutError(f"the request is a {type(self.request).__name__}, must be a Binding")
         if not isinstance(self.slots, DeviceSlots):
             raise LayoutError(f"hot rows land in DeviceSlots, got {type(self.slots).__name__}")
         if self.positions.ndim != 1 or self.positions.shape != self.slots.ids.shape:
@@ -83,18 +86,20 @@ class HotFetch:
     `components` are those layers (see `index_groups`): slots are worked out once for all of them.
     Law: read(target, slot_i) == read(source, position_i) for every lane that names a position its
     rank owns, every claimed component and field, and no other byte of the hot buffer changes.
-    Raises at construction `LayoutError` unless both sides deal tokens alike to the same ranks, and
-    what planning raises for content that differs."""
+    Raises at construction `LayoutError` unless both sides have the components, one or more and each
+    once, and deal tokens alike to the same ranks, and what planning raises for content that
+    differs."""
 
     source: KVLayout
     target: KVLayout
-    components: tuple[str, ...] = field()
+    components: tuple[str, ...] = field(converter=names)
 
     @components.default
     def _all(self) -> tuple[str, ...]:
         return self.target.spec.names
 
     def __attrs_post_init__(self) -> None:
+        self._check_components()
         for name in self.components:
             here, there = (side.head_shards(name) for side in (self.source, self.target))
             if difference := first_difference(here, there):
@@ -110,15 +115,28 @@ class HotFetch:
                 )
         check_sides(self.source, self.target, self.components)
 
+    def _check_components(self) -> None:
+        each = set(self.components)
+        if not each or len(each) != len(self.components):
+            raise LayoutError(
+                f"components {list(self.components)} of a fetch, must be one or more, each once"
+            )
+        for side, layout in (("host pool", self.source), ("hot buffer", self.target)):
+            if missing := sorted(each - set(layout.spec.names)):
+                raise LayoutError(f"the {side} has no {missing}, it has {list(layout.spec.names)}")
+
     def execute(
         self, misses: Sequence[Misses], source: RankCache, target: RankCache
     ) -> FetchReport:
         """Fetches for several requests in one go. `source` and `target` are one rank's; lanes of
         positions that another rank owns are left to it. Raises before a byte moves: `PlanError`
-        for caches of two ranks, a request of another layout or positions it does not hold,
-        `LayoutError` for a slot outside the buffer or one that two lanes name."""
+        for caches of two ranks or without a component, a request of another layout or positions it
+        does not hold, `LayoutError` for a slot outside the buffer or one that two lanes name."""
         if source.rank != target.rank:
             raise PlanError(f"host cache of rank {source.rank}, hot buffer of {target.rank}")
+        for side, cache in (("host cache", source), ("hot buffer", target)):
+            if missing := sorted(set(self.components) - set(cache.pages)):
+                raise PlanError(f"the {side} of rank {cache.rank} has no pages of {missing}")
         host, device = self._slots(misses, source.rank)
         views = [(source.pages[c], target.pages[c]) for c in self.components]
         for name, (_, hot) in zip(self.components, views, strict=True):

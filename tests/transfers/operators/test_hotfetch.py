@@ -184,6 +184,11 @@ def test_misses_that_make_no_sense_are_refused(positions, slots, message: str) -
         Misses(request(pools(), [0], 4), positions, DeviceSlots(slots))
 
 
+def test_misses_of_no_request_are_refused() -> None:
+    with pytest.raises(LayoutError, match="the request is a NoneType, must be a Binding"):
+        Misses(None, [0], DeviceSlots([3]))
+
+
 def test_nothing_moves_if_anything_is_wrong() -> None:
     stage = pools()
     host, hot = caches(stage)
@@ -204,6 +209,12 @@ def test_nothing_moves_if_anything_is_wrong() -> None:
     assert all(bool((view.memory == 2).all()) for view in hot.pages.values())
     with pytest.raises(PlanError, match="host cache of rank 0, hot buffer of 1"):
         stage.execute([], host, evolve(hot, rank=1))
+    some = RankCache(0, {GROUP[0]: hot.pages[GROUP[0]]})
+    with pytest.raises(PlanError, match=r"hot buffer of rank 0 has no pages of \['latent\.1'\]"):
+        stage.execute([first], host, some)
+    with pytest.raises(PlanError, match=r"host cache of rank 0 has no pages of \['latent\.1'\]"):
+        stage.execute([first], some, hot)
+    assert all(bool((view.memory == 2).all()) for view in hot.pages.values())
 
 
 def test_sides_that_do_not_fit_are_refused_at_construction() -> None:
@@ -211,6 +222,15 @@ def test_sides_that_do_not_fit_are_refused_at_construction() -> None:
     dealt = pools(RoundRobin(2))
     with pytest.raises(LayoutError, match="is not dealt as the host pool"):
         HotFetch(good.source, dealt.target, GROUP)
+    for components in ((), ("latent.0", "latent.0")):
+        with pytest.raises(LayoutError, match=r"of a fetch, must be one or more, each once"):
+            HotFetch(good.source, good.target, components)
+    with pytest.raises(LayoutError, match=r"the host pool has no \['latent\.9'\], it has"):
+        HotFetch(good.source, good.target, ("latent.0", "latent.9"))
+    less = KVCacheSpec([good.target.spec["latent.0"]], good.target.spec.content)
+    narrow = KVLayout.uniform(less, good.target.placement, Paged(1))
+    with pytest.raises(LayoutError, match=r"the hot buffer has no \['latent\.1'\], it has"):
+        HotFetch(good.source, narrow, GROUP)
     content = dict(good.target.spec.content) | {"kv_dtype": "fp4"}
     other = evolve(good.target, spec=evolve(good.target.spec, content=content.items()))
     with pytest.raises(ContentMismatch, match="'kv_dtype': source has 'fp8', target 'fp4'"):
