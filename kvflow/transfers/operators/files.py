@@ -54,7 +54,7 @@ class FileTier:
     directory: Path = field(converter=Path)
 
     def path(self, key: str, rank: int) -> Path:
-        if not _KEY.fullmatch(key):
+        if not (isinstance(key, str) and _KEY.fullmatch(key)):
             raise TransferError(f"the key {key!r} must be a file name that matches {_KEY.pattern}")
         return self.directory / key / f"rank{rank}.kv"
 

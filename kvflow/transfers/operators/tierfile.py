@@ -278,7 +278,10 @@ def _write_all(fd: int, data: memoryview, at: int) -> None:
 def _read_all(fd: int, data: memoryview, at: int, path: Path) -> None:
     done = 0
     while done < len(data):
-        count = os.preadv(fd, [data[done:]], at + done)
+        try:
+            count = os.preadv(fd, [data[done:]], at + done)
+        except OSError as error:  # a directory opens, but cannot be read
+            raise TransferError(f"{path} cannot be read: {error.strerror}") from error
         if not count:
             raise TransferError(
                 f"{path} ends at byte {at + done}, {len(data) - done} more were expected"

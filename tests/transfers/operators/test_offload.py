@@ -241,6 +241,22 @@ def test_a_short_file_is_an_error(stored) -> None:
             read()
 
 
+@pytest.mark.parametrize("key", [5, None, b"k"])
+def test_a_key_that_is_no_text_is_an_error(stored, key) -> None:
+    tier, *_ = stored
+    with pytest.raises(TransferError, match=f"the key {key!r} must be a file name"):
+        tier.find(key)
+
+
+def test_a_directory_in_the_place_of_a_file_is_an_error(stored) -> None:
+    tier, *_ = stored
+    path = tier.path("k", 1)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(TransferError, match=r"rank1\.kv cannot be read: Is a directory"):
+        tier.find("k")
+
+
 def test_a_file_that_shrinks_behind_its_header_is_an_error(stored) -> None:
     tier, *_ = stored
     found = tier.find("k")
