@@ -71,7 +71,9 @@ class PartialAttention(Generic[Base]):
 def merge_partials(parts: Sequence[PartialAttention[Base]]) -> PartialAttention[Base]:
     """Attention over the union of disjoint shards, added in the order given (rank order).
 
-    A row that is empty in every part gives zeros and lse -inf. Raises `LayoutError` for no parts,
+    A row that is empty in every part gives zeros and lse -inf. An lse of +inf or NaN is no
+    logarithm of a denominator: to look for one costs a pass over all rows, so it is not refused,
+    and its row of the result (out and lse) is NaN, no other. Raises `LayoutError` for no parts,
     or parts of different shape, dtype or base."""
     if not parts:
         raise LayoutError("a merge needs one or more parts, got 0")

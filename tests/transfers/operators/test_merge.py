@@ -96,6 +96,22 @@ def test_a_nan_stays_visible_and_in_its_row() -> None:
     assert merged.lse[1].isnan()
 
 
+@pytest.mark.parametrize("base", ["e", "2"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_lse_that_is_none_spoils_its_row_and_no_other(base: str, bad: float) -> None:
+    out = torch.ones(3, 2, 4, dtype=torch.float64)
+    lse = torch.zeros(3, 2, dtype=torch.float64)
+    spoiled = lse.clone()
+    spoiled[1, 0] = bad
+    good = PartialAttention(out, lse, base)
+    for parts in ([PartialAttention(out, spoiled, base), good], [good] * 2):
+        merged = merge_partials(parts)
+        want = torch.zeros(3, 2, dtype=torch.bool)
+        want[1, 0] = parts[0] is not good
+        assert torch.equal(merged.lse.isnan(), want)
+        assert torch.equal(merged.out.isnan(), want[..., None].expand(3, 2, 4))
+
+
 @given(problem=problems(), base=BASES, dtype=DTYPES)
 def test_a_row_does_not_depend_on_its_batch(problem: Attention, base: str, dtype) -> None:
     parts = [problem.partial(s, base, dtype) for s in range(problem.size)]
