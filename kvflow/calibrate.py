@@ -34,6 +34,7 @@ from kvflow.transfers.predict import predict, total
 
 NUM_RANKS, BLOCK_SIZE, NUM_LAYERS = 2, 64, 16
 _TIMEOUT = 120.0
+_BATCHES = 8
 _SMALL = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "index_head_dim": 32}
 
 
@@ -126,9 +127,10 @@ class _Target:
 
 def measure(tokens: int = 4096, rounds: int = 7) -> Costs:
     """Spawns a source process and pulls from it; some seconds. Every way runs once a round, in
-    turn, and the median counts, so that a busy machine slows all of them alike. Raises
-    `TransferError` without NIXL, or if the measured times fit no costs, and `LayoutError` for
-    fewer tokens than two pages or no round."""
+    turn, and the median counts, so that a busy machine slows all of them alike; where it spoils
+    so many rounds that the times fit no costs, as many rounds again are added, seven times at most.
+    Raises `TransferError` without NIXL, or if all of them fit no costs, and `LayoutError` for fewer
+    tokens than two pages or no round."""
     for what, value, low in (("tokens", tokens, 2 * BLOCK_SIZE), ("rounds", rounds, 1)):
         if integer(value, what) < low:
             raise LayoutError(f"{what} is {value}, must be at least {low}")
@@ -152,10 +154,13 @@ def measure(tokens: int = 4096, rounds: int = 7) -> Costs:
     methods = {name: target.pull(way) for name, (target, way) in ways.items()}
     methods |= {f"{name}, one token": t.pull(way, 1) for name, (t, way) in ways.items()}
     methods["packed, one token"] = rows.pull("pack", 1)
-    medians = _medians(methods, rounds)
-    seconds = {name: medians[name] - medians[f"{name}, one token"] for name in ways}
-    seconds["trip"] = medians["packed, one token"] - medians["rows, one token"]
-    costs = _solve(seconds, pages, rows, small)
+
+    def fit(medians: dict[str, float]) -> Costs:
+        seconds = {name: medians[name] - medians[f"{name}, one token"] for name in ways}
+        seconds["trip"] = medians["packed, one token"] - medians["rows, one token"]
+        return _solve(seconds, pages, rows, small)
+
+    costs = _fitted(methods, rounds, fit)
     for target in targets:
         target.endpoint.close()
     here.send("end")
@@ -163,15 +168,25 @@ def measure(tokens: int = 4096, rounds: int = 7) -> Costs:
     return costs
 
 
-def _medians(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def _fitted(
+    methods: dict[str, Callable[[], None]], rounds: int, fit: Callable[[dict[str, float]], Costs]
+) -> Costs:
+    """The costs that the medians of all rounds so far fit, `rounds` or a few times as many. Raises
+    what `fit` raises if `_BATCHES` times as many do not."""
     times: dict[str, list[float]] = {name: [] for name in methods}
-    for i in range(rounds + 1):
-        for name, method in methods.items():
-            begin = time.perf_counter()
-            method()
-            if i:  # the first round warms connections and lists
+    for method in methods.values():  # warms connections and lists
+        method()
+    while True:
+        for _ in range(rounds):
+            for name, method in methods.items():
+                begin = time.perf_counter()
+                method()
                 times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(some) for name, some in times.items()}
+        try:
+            return fit({name: statistics.median(some) for name, some in times.items()})
+        except TransferError:
+            if min(map(len, times.values())) >= _BATCHES * rounds:
+                raise
 
 
 def _solve(seconds: dict[str, float], pages: _Target, rows: _Target, small: _Target) -> Costs:

@@ -1,5 +1,8 @@
 """`kvflow calibrate`: measured constants are lawful, a file is never overwritten by accident."""
 
+import time
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -40,6 +43,39 @@ def test_it_refuses_to_measure_nothing(words: list[str], tmp_path, capsys) -> No
     assert cli.main(["calibrate", str(path), *words]) == 2
     assert f"{words[0][2:]} is 0, must be at least" in capsys.readouterr().err
     assert not path.exists()
+
+
+def test_a_busy_spell_costs_more_rounds_and_no_sense() -> None:
+    """What moves little is slow in the first round alone: it fits nothing, the medians do."""
+    calls = Counter()
+
+    def little() -> None:
+        calls["little"] += 1
+        if calls["little"] == 2:  # the first call warms
+            time.sleep(0.05)
+
+    methods = {"much": lambda: time.sleep(0.01), "little": little}
+
+    def fit(seconds: dict[str, float]) -> Costs:
+        calls["fit"] += 1
+        left = seconds["much"] - seconds["little"]
+        return Costs(calibrate._rate((1000, 10**6, left), (10, 10**6, left / 2)))
+
+    costs = calibrate._fitted(methods, 1, fit)
+    assert calls["fit"] == calls["little"] - 1 > 1
+    assert costs.wire.seconds(1000, 10**6) > 0.001
+
+
+def test_times_that_never_fit_are_an_error_in_the_end() -> None:
+    calls = Counter()
+
+    def fit(seconds: dict[str, float]) -> Costs:
+        calls["fit"] += 1
+        return Costs(calibrate._rate((1000, 10**6, -seconds["one"]), (10, 10**6, 0.0)))
+
+    with pytest.raises(TransferError, match="fit no costs: measure again"):
+        calibrate._fitted({"one": lambda: calls.update(["one"])}, 3, fit)
+    assert calls == {"one": 1 + 3 * calibrate._BATCHES, "fit": calibrate._BATCHES}
 
 
 def test_a_rate_is_what_two_measurements_say() -> None:
