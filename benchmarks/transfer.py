@@ -78,27 +78,23 @@ def fill(memory: torch.Tensor, seed: int) -> None:
     words.random_(generator=generator)
 
 
-def source(pipe: Connection, args: argparse.Namespace, key: bytes) -> None:
-    """The source process: eight ranks a case, one endpoint each, and one plain region of all the
-    bytes."""
+def source(pipe: Connection, args: argparse.Namespace, case: Case, key: bytes) -> None:
+    """The source process: eight ranks, one endpoint each, and one plain region of all the bytes."""
     torch.set_num_threads(1)
-    endpoints = []
-    for case in CASES:
-        layout, _ = layouts(args.layers, case)
-        num = layout.num_blocks_for(args.tokens)
-        caches = [RankCache.allocate(layout, rank, num) for rank in range(W)]
-        for cache in caches:
-            for n, view in enumerate(cache.pages.values()):
-                fill(view.memory, cache.rank * 1000 + n)
-        endpoints.append([NixlEndpoint(cache, key) for cache in caches])
+    layout, _ = layouts(args.layers, case)
+    num = layout.num_blocks_for(args.tokens)
+    caches = [RankCache.allocate(layout, rank, num) for rank in range(W)]
+    for cache in caches:
+        for n, view in enumerate(cache.pages.values()):
+            fill(view.memory, cache.rank * 1000 + n)
+    endpoints = [NixlEndpoint(cache, key) for cache in caches]
     plain = torch.ones(args.tokens * layout.spec.nbytes_per_token, dtype=torch.uint8)
     agent = Agent("plain")
     agent.register(plain.data_ptr(), plain.numel())
-    exports = [[e.export() for e in some] for some in endpoints]
-    pipe.send((exports, agent.metadata(), plain.data_ptr()))
+    pipe.send(([e.export() for e in endpoints], agent.metadata(), plain.data_ptr()))
     while not pipe.poll(0.005):
         agent.take_notifs()
-    for endpoint in (e for some in endpoints for e in some):
+    for endpoint in endpoints:
         endpoint.close()
 
 
@@ -171,14 +167,16 @@ def measure(methods: Methods, rounds: int) -> dict[str, list[tuple[float, float]
     return seconds
 
 
-def methods_of(args: argparse.Namespace, raw: Raw, targets: dict[Case, Target]) -> Methods:
-    methods: Methods = {"memcpy": raw.memcpy, "one bulk READ": raw.bulk_read}
-    for case, target in targets.items():
-        methods[f"pull {case}"] = target.pull
-        for strategy in STRATEGIES if args.each else ():
-            methods[f"  {strategy} {case}"] = lambda t=target, s=strategy: t.pull(s)
-    if not args.skip_naive:
-        methods["naive rows I=1"] = targets[ROWS].naive_rows
+def methods_of(args: argparse.Namespace, raw: Raw, case: Case, target: Target) -> Methods:
+    methods: Methods = {
+        "memcpy": raw.memcpy,
+        "one bulk READ": raw.bulk_read,
+        f"pull {case}": target.pull,
+    }
+    for strategy in STRATEGIES if args.each else ():
+        methods[f"  {strategy} {case}"] = lambda s=strategy: target.pull(s)
+    if case == ROWS and not args.skip_naive:
+        methods["naive rows I=1"] = target.naive_rows
     return methods
 
 
@@ -200,30 +198,28 @@ def show(seconds: dict[str, list[tuple[float, float]]], nbytes: int) -> None:
         )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, case: Case) -> None:
+    """One case in a world of its own: endpoints of other cases would poll beside it."""
     key, context = secrets.token_bytes(32), mp.get_context("spawn")
     here, there = context.Pipe()
-    child = context.Process(target=source, args=(there, args, key))
+    child = context.Process(target=source, args=(there, args, case, key))
     child.start()
     exports, metadata, address = here.recv()
-    targets = {c: Target(args, c, key, e) for c, e in zip(CASES, exports, strict=True)}
-    nbytes = targets[EQUAL].bound.plan.nbytes
+    target = Target(args, case, key, exports)
+    nbytes = target.bound.plan.nbytes
     raw = Raw(nbytes, metadata, address)
-    for case, target in targets.items():
-        report = target.pull(verify=True)
-        print(
-            f"{case}: {report.num_descriptors} descriptors, {report.num_links} links, "
-            f"{'+'.join(report.strategies)}, {report.num_parts} parts, verified {report.verified}"
-        )
+    report = target.pull(verify=True)
     load = os.getloadavg()[0]
-    seconds = measure(methods_of(args, raw, targets), args.rounds)
+    seconds = measure(methods_of(args, raw, case, target), args.rounds)
     print(
+        f"\n{case}: {report.num_descriptors} descriptors, {report.num_links} links, "
+        f"{'+'.join(report.strategies)}, {report.num_parts} parts, verified {report.verified}\n"
         f"W={W} -> 1, {nbytes / MIB:.0f} MiB, {args.tokens} tokens, {len(target.cache.pages)} "
         f"components, median of {args.rounds}, load {load:.1f} -> {os.getloadavg()[0]:.1f}"
     )
     show(seconds, nbytes)
-    for target in targets.values():
-        target.endpoint.close()
+    target.endpoint.close()
+    raw.agent.close()
     here.send(None)
     child.join()
 
@@ -237,7 +233,8 @@ def main() -> None:
     parser.add_argument("--skip-naive", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    run(args)
+    for case in CASES:
+        run(args, case)
 
 
 if __name__ == "__main__":
