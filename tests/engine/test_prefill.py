@@ -21,6 +21,7 @@ from kvflow.layouts.spec import KVCacheSpec
 
 CONFIG = {
     "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
     "num_nextn_predict_layers": 0,
     "kv_lora_rank": 4,
     "qk_rope_head_dim": 2,
