@@ -143,3 +143,6 @@ def test_more_ranks_than_any_system_has_are_refused_before_they_are_listed() -> 
     ):
         with pytest.raises(LayoutError, match=r"\d+ ranks, at most 65536"):
             make()
+    assert Mesh((Axis("pcp", 65536),)).num_ranks == 65536
+    with pytest.raises(LayoutError, match="65537 ranks, at most 65536"):
+        Mesh((Axis("pcp", 65537),))

@@ -319,6 +319,7 @@ def test_short_requests_begin_at_different_replicas() -> None:
     one_host = evolve(src, hosts=((0, 1, 2, 3),))
     received = [plan_transfer(dst, one_host, (stop - 1, stop)).links for stop in ends]
     assert sorted(received) == [((0, r),) for r in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert (read[1], received[1]) == (((1, 0),), ((0, 1),)), "101 tokens begin at replica 101 mod 4"
 
 
 def test_fault_a10_empty_ranks_are_in_no_link() -> None:
