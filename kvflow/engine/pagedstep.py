@@ -6,6 +6,7 @@ where the rank holds everything, rows are read from its own pages.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ from kvflow.layouts.layout import CacheGroup, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Dense, kernel_slots, slots_of
 from kvflow.layouts.sharding import Replicated, Sharding
+from kvflow.models.kvstep import IndexQueries
+from kvflow.models.reading import attend_by_reading, topk_by_reading
+from kvflow.models.segment import Segment
+from kvflow.models.selection import Selection
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.collective import GatherSchedule, gather_schedule
 from kvflow.transfers.plan import Plan
@@ -125,7 +130,21 @@ class PagedStep:
             held = sum(s.numel() for group in self._workspaces.values() for s in group)
             self.workspace_nbytes = max(self.workspace_nbytes, held)
 
-    def rows(self, component: str, request_idx: int, positions: Tensor | None) -> Tensor:
+    @property
+    def max_context_len(self) -> int:
+        return max((r.stop for r in self.requests), default=0)
+
+    def topk(
+        self, component: str, queries: IndexQueries, segments: Sequence[Segment]
+    ) -> list[Tensor]:
+        record = self.layout.spec[component].record
+        return topk_by_reading(record, partial(self._rows, component), queries, segments)
+
+    def attend(self, component: str, queries: Tensor, selection: Selection) -> Tensor:
+        record = self.layout.spec[component].record
+        return attend_by_reading(record, partial(self._rows, component), queries, selection)
+
+    def _rows(self, component: str, request_idx: int, positions: Tensor | None) -> Tensor:
         """Packed rows uint8 [m, nbytes] at positions int64 [m], or of the whole context."""
         if component in self._workspaces:
             space = self._workspaces[component][request_idx]

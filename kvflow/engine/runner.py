@@ -13,7 +13,7 @@ from kvflow.engine.sampling import Sampled, sample
 from kvflow.layouts.chunks import BalancedChunks
 from kvflow.layouts.layout import KVLayout
 from kvflow.models.glm import Glm
-from kvflow.models.kvstep import Segment
+from kvflow.models.segment import Segment
 from kvflow.transfers.executors.base import RankCache
 
 

@@ -43,6 +43,11 @@ def decode_latent(record: Record, rows: Tensor, dtype: torch.dtype = torch.float
     return _decode(row_format(record, "latent", "rope", SCALE_GROUP), rows, dtype)
 
 
+def latent_rank(record: Record) -> int:
+    """R: how many values of a latent row are no rotated ones."""
+    return row_format(record, "latent", "rope", SCALE_GROUP).values.size
+
+
 def encode_index_key(record: Record, key: Tensor) -> Tensor:
     """Indexer keys as bytes: `key` [n, di], any float dtype -> uint8 [n, record.nbytes]. The rows
     are packed; a planar record's pages are written by `scatter_rows`."""

@@ -9,16 +9,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from kvflow.kernels.codec import decode_latent, encode_latent
+from kvflow.kernels.codec import encode_latent
 from kvflow.layouts.record import Record
 from kvflow.models.config import GlmConfig
 from kvflow.models.kvstep import KVStep
-from kvflow.models.ops import LANE, Linear, pad_to, per_head, rms_norm
+from kvflow.models.ops import Linear, per_head, rms_norm
 from kvflow.models.rope import Rotation
-from kvflow.models.selection import Group, Selection
-
-MAX_GATHERED = 1 << 22
-"""Elements of cache rows gathered at once; bounds the memory of one attention step."""
+from kvflow.models.selection import Selection
 
 
 @frozen(eq=False)
@@ -59,29 +56,8 @@ class Attention:
         q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
         queries = torch.cat([per_head(q_nope, self.w_uk), rotation(q_rope)], -1)
         queries = queries * (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
+        num_rows = len(selection.counts)
         out = q.new_zeros(len(q), c.num_attention_heads, c.kv_lora_rank)
-        packed = selection.read(self.component, kv)
-        if packed is not None:
-            table = decode_latent(self.record, packed, q.dtype)
-            for group in selection.groups:
-                attend(queries, table, group, out)
+        out[:num_rows] = kv.attend(self.component, queries[:num_rows], selection)
         values = per_head(out, self.w_uv)[..., : c.v_head_dim]
         return self.o(values.reshape(len(q), c.num_attention_heads * c.v_head_dim))
-
-
-def attend(queries: Tensor, table: Tensor, group: Group, out: Tensor) -> None:
-    """Softmax attention of a group's queries over its rows of `table`, written into `out`.
-
-    queries ``[n, h, R + dr]`` already scaled, table ``[t, R + dr]``, out ``[n, h, R]``."""
-    num_heads, dim = queries.shape[1:]
-    step = max(1, MAX_GATHERED // (group.size * dim))
-    columns = torch.arange(group.size)
-    for lo in range(0, len(group.queries), step):
-        mine = group.queries[lo : lo + step]
-        rows = group.rows[lo : lo + step]
-        keys = table.index_select(0, rows.flatten()).view(len(rows), group.size, dim)
-        q = pad_to(queries[mine].transpose(1, 2), LANE, dim=2).contiguous()
-        scores = torch.bmm(keys, q).transpose(1, 2)[:, :num_heads].contiguous()
-        unused = columns >= group.counts[lo : lo + step, None, None]
-        weights = scores.masked_fill_(unused, -torch.inf).softmax(-1)
-        out[mine] = torch.bmm(weights, keys[..., : out.shape[2]])

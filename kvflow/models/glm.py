@@ -17,10 +17,11 @@ from kvflow.layouts.record import KVDType
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.models.build import Layer, MtpLayer, Weights, build_layer, build_mtp
 from kvflow.models.config import ConfigError, GlmConfig
-from kvflow.models.kvstep import KVStep, Segment
+from kvflow.models.kvstep import KVStep
 from kvflow.models.moe import Moe
 from kvflow.models.ops import Linear, pad_rows, rms_norm
 from kvflow.models.rope import Rotation
+from kvflow.models.segment import Segment
 from kvflow.models.selection import Selection
 from kvflow.models.weights import load_weights, owned_experts, weights_digest
 
@@ -106,7 +107,7 @@ class Glm:
         self._check(tokens, segments)
         x = pad_rows(self.embedding.index_select(0, tokens))
         step = self._step(len(tokens), segments, kv)
-        selection = Selection((), ())
+        selection = Selection.of((), (), self.config.index_topk)
         for layer in self.layers:
             x, selection = self._layer(layer, x, selection, step, comm)
         return rms_norm(x, self.final_norm, self.config.rms_norm_eps)[: len(tokens)]
@@ -142,7 +143,7 @@ class Glm:
         """The MTP module's logits ``[n, vocab]`` for token t + 2; publishes as `write_mtp`."""
         step = self._step(len(next_tokens), segments, kv)
         mtp, x = self._mtp_input(next_tokens, hidden, segments)
-        x, _ = self._layer(mtp.layer, x, Selection((), ()), step, comm)
+        x, _ = self._layer(mtp.layer, x, Selection.of((), (), self.config.index_topk), step, comm)
         return self.head(rms_norm(x, mtp.final_norm, self._eps))[: len(next_tokens)]
 
     @property

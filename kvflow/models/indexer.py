@@ -11,10 +11,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from kvflow.kernels.codec import decode_index_key, encode_index_key
+from kvflow.kernels.codec import encode_index_key
 from kvflow.layouts.record import Record
 from kvflow.models.config import GlmConfig
-from kvflow.models.kvstep import KVStep, Segment
+from kvflow.models.kvstep import IndexQueries, KVStep, Segment
 from kvflow.models.ops import Linear, layer_norm, pad_to
 from kvflow.models.rope import Rotation
 
@@ -53,35 +53,18 @@ class Indexer:
         kv: KVStep,
     ) -> list[Tensor]:
         """Per segment, int64 ``[m, min(topk, context_len)]``: the chosen positions of each query,
-        ascending, followed by zeros where fewer than topk positions are visible."""
+        ascending, followed by zeros where fewer than topk positions are visible. A collective
+        over `kv`, unless every context of the step fits into the top-k."""
         c, k = self.config, self.config.index_topk
-        if all(s.context_len <= k or len(s) == 0 or int(s.positions[-1]) < k for s in segments):
+        if kv.max_context_len <= k:
             return [first_positions(s.positions, min(k, s.context_len)) for s in segments]
+        num_rows = sum(len(s) for s in segments)
         queries = self.wq_b(q_residual).view(-1, c.index_n_heads, c.index_head_dim)
         queries = self._rotate(queries, rotation)
         scale = (c.index_n_heads * c.index_head_dim) ** -0.5
         weights = self.weights_proj(hidden) * scale
-        chosen, start = [], 0
-        for s in segments:
-            mine = slice(start, start + len(s))
-            chosen.append(self._segment_topk(queries[mine], weights[mine], s, kv))
-            start += len(s)
-        return chosen
-
-    def _segment_topk(self, queries: Tensor, weights: Tensor, s: Segment, kv: KVStep) -> Tensor:
-        k = min(self.config.index_topk, s.context_len)
-        chosen = first_positions(s.positions, k)
-        # A query that sees at most topk positions takes them all: nothing to score.
-        first = int(torch.searchsorted(s.positions, self.config.index_topk))
-        if first == len(s):
-            return chosen
-        rows = kv.rows(self.component, s.request_idx, None)
-        tiles = key_tiles(decode_index_key(self.record, rows, queries.dtype))
-        for lo in range(first, len(s), QUERY_CHUNK):
-            part = slice(lo, min(lo + QUERY_CHUNK, len(s)))
-            scores = index_scores(queries[part], weights[part], tiles, s.positions[part])
-            chosen[part] = topk_positions(scores, k)
-        return chosen
+        asked = IndexQueries(queries[:num_rows], weights[:num_rows], k)
+        return kv.topk(self.component, asked, segments)
 
     def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         dr = self.config.qk_rope_head_dim

@@ -1,64 +1,64 @@
 """KVStep: what a forward pass needs from whoever owns the KV cache, for one step.
 
-The model neither knows blocks nor ranks' shards: it hands over the packed rows of its own new
-tokens and asks for the packed rows of a request's positions.
+The model neither knows blocks nor ranks' shards. It hands over the packed rows of its own new
+tokens, asks which positions its index queries choose, and asks for attention over chosen
+positions. Whether rows move to queries, queries to rows, or rows from a host pool to a device is
+decided behind this protocol.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
-from kvflow.errors import LayoutError
+from kvflow.models.segment import Segment
+from kvflow.models.selection import Selection
+
+__all__ = ["IndexQueries", "KVStep", "Segment"]
 
 
 @frozen(eq=False)
-class Segment:
-    """Consecutive local query rows that belong to one request.
+class IndexQueries:
+    """Index queries of this rank's new tokens, in the order of the segments, rotated and ready to
+    score: queries ``[n, heads, d]``, head weights ``[n, heads]`` with every scale in them, and the
+    number of positions each query chooses."""
 
-    `positions` (int64 ``[m]``) are absolute and ascending, not necessarily contiguous: under PCP
-    a rank holds two chunks of a request. `context_len` counts the tokens visible after this step,
-    the new tokens of all ranks included. Raises `LayoutError` for positions outside it."""
-
-    request_idx: int
-    positions: Tensor = field()
-    context_len: int
-
-    def __attrs_post_init__(self) -> None:
-        p = self.positions
-        if p.dtype != torch.int64 or p.dim() != 1:
-            raise LayoutError(f"positions are {p.dtype} {list(p.shape)}, must be int64 [m]")
-        if len(p) == 0:
-            return
-        first, last = int(p[0]), int(p[-1])
-        if first < 0 or last >= self.context_len:
-            raise LayoutError(
-                f"positions {first}..{last} of request {self.request_idx}, "
-                f"must lie in [0, context_len = {self.context_len})"
-            )
-        if len(p) > 1 and not bool((p[1:] > p[:-1]).all()):
-            raise LayoutError(f"positions of request {self.request_idx} must ascend, got {p}")
-
-    def __len__(self) -> int:
-        return len(self.positions)
+    queries: Tensor
+    weights: Tensor
+    topk: int
 
 
 class KVStep(Protocol):
     """The KV cache during one forward pass. Components are named as in `KVCacheSpec`.
 
-    For each component of each layer, in layer order (``latent.i``, then ``indexer.i`` where the
-    layer has one), the model calls `publish`, then any number of `rows`, then `release`."""
+    Layer by layer the model calls `publish` of ``latent.i`` and, where the layer has one, of
+    ``indexer.i``; then `topk` of the indexer where `max_context_len` exceeds the top-k; then
+    `attend`; then `release` of what it published. All but `release` are collectives: every rank
+    makes the same calls in the same order, with 0 rows too."""
+
+    @property
+    def max_context_len(self) -> int:
+        """The longest context_len among the step's requests, those of other ranks included: all
+        ranks see the same number."""
+        ...
 
     def publish(self, component: str, rows: Tensor) -> None:
         """Stores the packed rows of this rank's new tokens, uint8 ``[n_local, nbytes]``, in the
-        order of the segments. A collective: every rank calls it for every component in the same
-        order, with 0 rows too. Afterwards the rows of all ranks are readable."""
+        order of the segments. Afterwards the rows of all ranks can be chosen and attended to."""
         ...
 
-    def rows(self, component: str, request_idx: int, positions: Tensor | None) -> Tensor:
-        """Packed rows, uint8 ``[m, nbytes]``, at `positions` (int64 ``[m]``, any order, repeats
-        allowed), or of the whole context ``0..context_len`` for None. Not a collective."""
+    def topk(
+        self, component: str, queries: IndexQueries, segments: Sequence[Segment]
+    ) -> list[Tensor]:
+        """Per segment, int64 ``[m, min(topk, context_len)]``: the positions each query chooses
+        among those up to its own, ascending, followed by zeros where fewer are visible. Order is
+        (score descending, position ascending)."""
+        ...
+
+    def attend(self, component: str, queries: Tensor, selection: Selection) -> Tensor:
+        """Softmax attention of this rank's queries over their selected rows of a latent component:
+        queries ``[n, h, R + dr]``, already scaled, -> ``[n, h, R]``."""
         ...
 
     def release(self, component: str) -> None:

@@ -1,17 +1,18 @@
-"""Selection: what a top-k means for the rows that attention reads.
+"""Selection: the positions that each query of a step attends to.
 
-Leader layers derive it once from their top-k; the layers that share it reuse it as it is. Each
-query's rows are padded to a size that depends on that query alone, so that its attention has the
-same shape, hence the same bits, in every batch.
+Leader layers derive it once from their top-k; the layers that share it reuse the same object.
+Each query's rows are padded to a size that depends on that query alone, so that its attention has
+the same shape, hence the same bits, in every batch.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from kvflow.models.kvstep import KVStep, Segment
+from kvflow.models.segment import Segment
 
 SMALLEST_GROUP = 16
 
@@ -40,19 +41,39 @@ class Group:
 
 @frozen(eq=False)
 class Selection:
-    """What to fetch, in order, and which of the fetched rows each query reads."""
+    """What each local query attends to, by segment.
 
-    fetches: tuple[Fetch, ...]
-    groups: tuple[Group, ...]
+    chosen: for every segment int64 ``[m, k]``, ascending positions, then zeros. counts: int64
+    ``[n]`` over all segments: how many of a query's positions are real. topk: the most there can
+    be. `fetches` and `groups` say it for somebody who reads rows of one request after another:
+    what to fetch, in order, and which of the fetched rows each query reads."""
+
+    segments: tuple[Segment, ...]
+    chosen: tuple[Tensor, ...]
+    counts: Tensor
+    topk: int
 
     @classmethod
     def of(cls, chosen: Sequence[Tensor], segments: Sequence[Segment], topk: int) -> "Selection":
-        """From each segment's chosen positions ``[m, k]`` (ascending, then zeros).
+        """From each segment's chosen positions."""
+        counts = [(s.positions + 1).clamp(max=topk) for s in segments]
+        joined = torch.cat(counts) if counts else torch.empty(0, dtype=torch.int64)
+        return cls(tuple(segments), tuple(chosen), joined, topk)
 
-        A context is fetched whole when that is no more than its queries' rows together."""
-        fetches, rows, counts, start = [], [], [], 0
-        width = group_size(max((c.shape[1] for c in chosen), default=0), topk)
-        for segment, positions in zip(segments, chosen, strict=True):
+    @property
+    def fetches(self) -> tuple[Fetch, ...]:
+        return self._read_plan[0]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self._read_plan[1]
+
+    @cached_property
+    def _read_plan(self) -> tuple[tuple[Fetch, ...], tuple[Group, ...]]:
+        """A context is fetched whole when that is no more than its queries' rows together."""
+        fetches, rows, start = [], [], 0
+        width = group_size(max((c.shape[1] for c in self.chosen), default=0), self.topk)
+        for segment, positions in zip(self.segments, self.chosen, strict=True):
             if len(segment) == 0:
                 continue
             if positions.numel() >= segment.context_len:
@@ -64,17 +85,10 @@ class Selection:
                 index = index.view(positions.shape)
             padding = index.new_zeros(len(index), width - index.shape[1])
             rows.append(torch.cat([index, padding], 1) + start)
-            counts.append((segment.positions + 1).clamp(max=topk))
             start += num_fetched
         if not rows:
-            return cls((), ())
-        return cls(tuple(fetches), _grouped(torch.cat(rows), torch.cat(counts), topk))
-
-    def read(self, component: str, kv: KVStep) -> Tensor | None:
-        """The fetched packed rows of a component, concatenated; None when there are none."""
-        if not self.fetches:
-            return None
-        return torch.cat([kv.rows(component, f.request_idx, f.positions) for f in self.fetches])
+            return (), ()
+        return tuple(fetches), _grouped(torch.cat(rows), self.counts, self.topk)
 
 
 def group_size(count: int, topk: int) -> int:

@@ -3,20 +3,25 @@
 Slow and obvious on purpose; shares no code with the engine's cache.
 """
 
+from functools import partial
+
 import torch
 from attrs import define, field
 from torch import Tensor
 
 from kvflow.comm import Comm
+from kvflow.layouts.spec import KVCacheSpec
 from kvflow.models import Segment
+from kvflow.models.reading import attend_by_reading, topk_by_reading
 
 
 @define(eq=False)
 class DenseKV:
     """One rank's full copy of the cache. `begin` states a step's local segments; `publish`
-    gathers the rows of all ranks, as PCP does."""
+    gathers the rows of all ranks, as PCP does. The longest context is of any step so far."""
 
     comm: Comm
+    spec: KVCacheSpec
     table: dict[tuple[str, int, int], Tensor] = field(factory=dict)
     visible: dict[int, int] = field(factory=dict)
     published: list[str] = field(factory=list)
@@ -41,6 +46,18 @@ class DenseKV:
         for owner, row in zip(self._owners, self.comm.all_gather(rows, self._counts), strict=True):
             self.table[component, *owner] = row
         self.published.append(component)
+
+    @property
+    def max_context_len(self) -> int:
+        return max(self.visible.values(), default=0)
+
+    def topk(self, component, queries, segments):
+        record = self.spec[component].record
+        return topk_by_reading(record, partial(self.rows, component), queries, segments)
+
+    def attend(self, component, queries, selection):
+        record = self.spec[component].record
+        return attend_by_reading(record, partial(self.rows, component), queries, selection)
 
     def rows(self, component: str, request_idx: int, positions: Tensor | None) -> Tensor:
         assert component in self.published

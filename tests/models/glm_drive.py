@@ -21,7 +21,7 @@ def run_steps(
     owner: Callable[[int, int], int],
 ) -> tuple[dict[tuple[int, int], Tensor], DenseKV]:
     """Hidden states by (request, position) of the tokens this rank owns, and its cache."""
-    kv, hidden = DenseKV(comm), {}
+    kv, hidden = DenseKV(comm, glm.spec), {}
     for chunks in steps:
         segments = []
         for r, start, num in chunks:
@@ -58,7 +58,7 @@ def run_group(
 def greedy(glm: Glm, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Prefill in one step, then one token at a time."""
     comm = LocalComm()
-    kv, tokens, done = DenseKV(comm), list(prompt), 0
+    kv, tokens, done = DenseKV(comm, glm.spec), list(prompt), 0
     for _ in range(num_tokens):
         part = [segment(0, range(done, len(tokens)), len(tokens))]
         kv.begin(part)

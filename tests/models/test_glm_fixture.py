@@ -32,7 +32,7 @@ def test_greedy_tokens(glm: Glm, prompts: Any, name: str) -> None:
 def test_prompt_and_mtp_logits(glm: Glm, prompts: Any, reference: Any, name: str) -> None:
     ids, first = prompts[name]["ids"], prompts[name]["greedy"][0]
     comm = LocalComm()
-    kv, part = DenseKV(comm), [segment(0, range(len(ids)), len(ids))]
+    kv, part = DenseKV(comm, glm.spec), [segment(0, range(len(ids)), len(ids))]
     kv.begin(part)
     hidden = glm.forward(torch.tensor(ids), part, kv, comm)
     torch.testing.assert_close(
@@ -56,7 +56,7 @@ def test_prompt_and_mtp_logits(glm: Glm, prompts: Any, reference: Any, name: str
 def test_cache_rows(glm: Glm, prompts: Any, reference: Any, name: str) -> None:
     ids = prompts[name]["ids"]
     comm = LocalComm()
-    kv, part = DenseKV(comm), [segment(0, range(len(ids)), len(ids))]
+    kv, part = DenseKV(comm, glm.spec), [segment(0, range(len(ids)), len(ids))]
     kv.begin(part)
     hidden = glm.forward(torch.tensor(ids), part, kv, comm)
     kv.begin(part)

@@ -51,7 +51,7 @@ def test_same_logits_and_tokens(tmp_path, seed, types, experts) -> None:
     model = random_model(tmp_path, seed, types, experts)
     glm, comm = Glm.load(tmp_path, kv_dtype="float32"), LocalComm()
     ids = torch.randint(0, 200, (70,), generator=torch.Generator().manual_seed(seed))
-    kv, part = DenseKV(comm), [segment(0, range(70), 70)]
+    kv, part = DenseKV(comm, glm.spec), [segment(0, range(70), 70)]
     kv.begin(part)
     got = glm.logits(glm.forward(ids, part, kv, comm))
     with torch.no_grad():
