@@ -95,7 +95,7 @@ class DecodeEngine:
 
     def serve(self) -> None:
         """Says it is ready, then works until `Shutdown`."""
-        layout = layout_to_wire(self.runner.layout)
+        layout = layout_to_wire(self.runner.memory.layout)
         self.mailbox.send(
             Ready(layout, dict(self.num_blocks), self.endpoint.name, self.endpoint.export())
         )
@@ -156,7 +156,7 @@ class DecodeEngine:
         """The transfer plan, derived on this side too and compared with the sender's."""
         if self._source is None:
             raise PlanError(f"request {admit.request_id!r} comes from an engine not connected yet")
-        plan = plan_transfer(self._source.layout, self.runner.layout, (0, admit.prompt_len))
+        plan = plan_transfer(self._source.layout, self.runner.memory.layout, (0, admit.prompt_len))
         if plan.digest != admit.source.digest:
             raise PlanError(
                 f"request {admit.request_id!r}: this side derives plan {plan.digest[:16]}, "
@@ -167,7 +167,7 @@ class DecodeEngine:
 
     def _check_fits(self, admit: Admit) -> None:
         length = admit.prompt_len + admit.sampling.max_tokens
-        for name, need in self.runner.layout.num_blocks_for(length).items():
+        for name, need in self.runner.memory.layout.num_blocks_for(length).items():
             if need > self.num_blocks[name]:
                 raise PlanError(
                     f"{length} tokens need {need} blocks, the decode pool has "
@@ -196,7 +196,7 @@ class DecodeEngine:
         while self._waiting and len(self._pulling) + len(self._running) < self.max_batch:
             work = self._waiting[0]
             length = work.admit.prompt_len + work.admit.sampling.max_tokens
-            need = self.runner.layout.num_blocks_for(length)
+            need = self.runner.memory.layout.num_blocks_for(length)
             if any(self.pools[name].num_free < n for name, n in need.items()):
                 break
             self._waiting.popleft()
@@ -213,11 +213,11 @@ class DecodeEngine:
         bound = BoundPlan(
             work.plan,
             Binding.of(source.layout, admit.source.tables, source.num_blocks, admit.source.length),
-            Binding.of(self.runner.layout, work.tables, self.num_blocks, 0),
+            Binding.of(self.runner.memory.layout, work.tables, self.num_blocks, 0),
         )
         return self.endpoint.pull(
             bound,
-            self.runner.cache.rank,
+            self.runner.memory.cache.rank,
             source.peers,
             timeout=self.transfer_timeout,
             verify=self.verify_transfers,

@@ -14,11 +14,12 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from kvflow.comm import Comm
+from kvflow.engine.memory import StepRequest
 from kvflow.kernels.rows import gather_rows, scatter_rows
 from kvflow.layouts.layout import CacheGroup, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Dense, kernel_slots, slots_of
-from kvflow.layouts.sharding import Replicated, Sharding
+from kvflow.layouts.sharding import Replicated
 from kvflow.models.kvstep import IndexQueries
 from kvflow.models.reading import attend_by_reading, topk_by_reading
 from kvflow.models.segment import Segment
@@ -30,17 +31,6 @@ from kvflow.transfers.planner import plan_transfer
 
 
 @frozen(eq=False)
-class StepRequest:
-    """One request of a step: tokens [start, stop) are new, dealt to the ranks by `queries`;
-    tokens below `start` are cached. `tables` are its block tables by group."""
-
-    start: int
-    stop: int
-    queries: Sharding
-    tables: dict[str, list[int]]
-
-
-@frozen(eq=False)
 class _GroupSlots:
     """Slots of one block-table group in this step: where new rows are written (-1 where another
     rank owns them), where this rank's cached rows lie that others need, and, if it holds every
@@ -49,6 +39,32 @@ class _GroupSlots:
     write: Tensor
     send: Tensor
     context: tuple[Tensor, ...]
+
+
+@define(eq=False)
+class PagedMemory:
+    """A `KVMemory` of pages; what other ranks hold of a context is gathered step by step."""
+
+    layout: KVLayout
+    cache: RankCache
+    comm: Comm
+    _steps: "list[PagedStep]" = field(init=False, factory=list)
+    _workspace_nbytes: int = field(init=False, default=0)
+
+    @property
+    def workspace_nbytes(self) -> int:
+        held = max((step.workspace_nbytes for step in self._steps), default=0)
+        self._workspace_nbytes = max(self._workspace_nbytes, held)
+        return self._workspace_nbytes
+
+    def open(self, requests: Sequence[StepRequest], write_only: frozenset[str]) -> "PagedStep":
+        _ = self.workspace_nbytes
+        step = PagedStep(self.layout, self.cache, self.comm, requests, write_only)
+        self._steps = [step]
+        return step
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept besides blocks."""
 
 
 @define(eq=False)
@@ -70,9 +86,7 @@ class PagedStep:
 
     def __attrs_post_init__(self) -> None:
         size, placement = self.comm.size, self.layout.placement
-        fresh = [
-            self._dense_plan(Placement.simple(r.queries), r.start, r.stop) for r in self.requests
-        ]
+        fresh = [self._dense_plan(r.queries, r.start, r.stop) for r in self.requests]
         self._new = gather_schedule(fresh, size)
         self._cached = None
         if placement.sharding.num_shards > 1:

@@ -15,7 +15,7 @@ def serve_prefill(
     runner: StepRunner, num_blocks: Mapping[str, int], endpoint: Endpoint, mailbox: Mailbox
 ) -> None:
     """A prefill rank: runs the steps it is given until `Shutdown`."""
-    layout = layout_to_wire(runner.layout)
+    layout = layout_to_wire(runner.memory.layout)
     mailbox.send(Ready(layout, dict(num_blocks), endpoint.name, endpoint.export()))
     while True:
         for message in mailbox.receive(None):
@@ -27,7 +27,7 @@ def serve_prefill(
             sampled = runner.run(message.items)
             seconds = time.perf_counter() - began
             mailbox.send(StepDone(message.step_id, runner.comm.rank, sampled, seconds))
-            mailbox.send(Gauges({"workspace_nbytes": float(runner.workspace_nbytes)}))
+            mailbox.send(Gauges({"workspace_nbytes": float(runner.memory.workspace_nbytes)}))
 
 
 def guarded(mailbox: Mailbox, serve: Callable[[], None]) -> None:

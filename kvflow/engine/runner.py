@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from attrs import define, field
+from attrs import define
 
 from kvflow.comm import Comm
+from kvflow.engine.memory import Deal, KVMemory, StepRequest, balanced_deal
 from kvflow.engine.messages import StepItem
-from kvflow.engine.pagedstep import PagedStep, StepRequest
+from kvflow.engine.pagedstep import PagedMemory
 from kvflow.engine.sampling import Sampled, sample
-from kvflow.layouts.chunks import BalancedChunks
 from kvflow.layouts.layout import KVLayout
 from kvflow.models.glm import Glm
 from kvflow.models.segment import Segment
@@ -19,26 +19,30 @@ from kvflow.transfers.executors.base import RankCache
 
 @define(eq=False)
 class StepRunner:
-    """Runs steps of a model over one rank's cache. Queries are dealt to the ranks of `comm` in
-    balanced chunks; everything is derived from the items, which all ranks hold alike."""
+    """Runs steps of a model over one rank's cache. `deal` says which rank computes which queries;
+    everything is derived from the items, which all ranks hold alike."""
 
     model: Glm
-    layout: KVLayout
-    cache: RankCache
+    memory: KVMemory
     comm: Comm
-    workspace_nbytes: int = field(init=False, default=0)
+    deal: Deal
+
+    @classmethod
+    def over(cls, model: Glm, layout: KVLayout, cache: RankCache, comm: Comm) -> "StepRunner":
+        """Over pages, with every request's tokens dealt to all ranks of `comm`."""
+        deal = balanced_deal([(rank,) for rank in range(comm.size)])
+        return cls(model, PagedMemory(layout, cache, comm), comm, deal)
 
     def run(self, items: Sequence[StepItem]) -> dict[str, Sampled]:
         """Computes the items' tokens, stores their KV, and samples where an item asks for it.
         Returns the tokens sampled on this rank: the one that holds a request's last position."""
-        deals = _deal(items, self.comm.size)
-        mine = [self._local(deal) for deal in deals]
         requests = [
-            StepRequest(item.start, item.stop, deal, item.tables)
-            for item, deal in zip(items, deals, strict=True)
+            StepRequest(item.request_id, item.start, item.stop, deal, item.tables)
+            for item, deal in zip(items, self.deal(items), strict=True)
         ]
-        mtp = frozenset(self.layout.spec.select(part="mtp"))
-        kv = PagedStep(self.layout, self.cache, self.comm, requests, mtp)
+        mine = [request.local_positions(self.comm.rank) for request in requests]
+        mtp = frozenset(self.memory.layout.spec.select(part="mtp"))
+        kv = self.memory.open(requests, mtp)
         segments = [
             Segment(i, torch.from_numpy(positions), item.stop)
             for i, (item, positions) in enumerate(zip(items, mine, strict=True))
@@ -51,12 +55,7 @@ class StepRunner:
         sampled, following = self._sample(items, mine, hidden)
         if mtp:
             self.model.write_mtp(following, hidden, segments, kv)
-        self.workspace_nbytes = max(self.workspace_nbytes, kv.workspace_nbytes)
         return sampled
-
-    def _local(self, deal: BalancedChunks) -> np.ndarray:
-        count = int(deal.local_len(deal.stop, self.comm.rank))
-        return deal.token(self.comm.rank, np.arange(count))
 
     def _sample(
         self, items: Sequence[StepItem], mine: Sequence[np.ndarray], hidden: torch.Tensor
@@ -74,16 +73,6 @@ class StepRunner:
                 behind[-1] = token.token
             following.append(behind[positions - item.start])
         return sampled, _joined(following)
-
-
-def _deal(items: Sequence[StepItem], num_ranks: int) -> list[BalancedChunks]:
-    """The step's queries: each request's remainder goes on where the last one's ended, so that the
-    loads of all ranks differ by at most one token."""
-    deals, before = [], 0
-    for item in items:
-        deals.append(BalancedChunks(num_ranks, item.start, item.stop, rotate=before))
-        before += item.stop - item.start
-    return deals
 
 
 def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:

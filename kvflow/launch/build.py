@@ -26,7 +26,7 @@ def prefill_rank(
     num_blocks = layout.num_blocks_for(config.prefill_kv_tokens)
     cache = RankCache.allocate(layout, comm.rank, num_blocks)
     endpoint = make_endpoint(cache)
-    runner = StepRunner(model, layout, cache, comm)
+    runner = StepRunner.over(model, layout, cache, comm)
     return lambda: serve_prefill(runner, num_blocks, endpoint, mailbox), endpoint
 
 
@@ -40,7 +40,7 @@ def decode_rank(
     cache = RankCache.allocate(layout, 0, num_blocks)
     endpoint = make_endpoint(cache)
     engine = DecodeEngine(
-        StepRunner(model, layout, cache, LocalComm()),
+        StepRunner.over(model, layout, cache, LocalComm()),
         num_blocks,
         endpoint,
         mailbox,

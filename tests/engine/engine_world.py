@@ -174,7 +174,7 @@ def one_rank_tokens(one, kv_dtype, dtype="float64"):
     n, total = len(one.prompt), len(one.prompt) + one.sampling.max_tokens
     layout = KVLayout.uniform(model.spec, Placement.simple(Replicated()), Paged(total))
     cache = RankCache.allocate(layout, 0, {"kv": 1})
-    runner, table, name = StepRunner(model, layout, cache, LocalComm()), {"kv": [0]}, "alone"
+    runner, table, name = StepRunner.over(model, layout, cache, LocalComm()), {"kv": [0]}, "alone"
     item = StepItem(name, 0, list(one.prompt), None, table, one.sampling)
     tokens = [runner.run([item])[name].token]
     while len(tokens) < one.sampling.max_tokens:

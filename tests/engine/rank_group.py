@@ -44,7 +44,7 @@ class Group:
 
         def rank(comm):
             model = self.models[comm.rank]
-            runner = StepRunner(model, self.layout, self.caches[comm.rank], comm)
+            runner = StepRunner.over(model, self.layout, self.caches[comm.rank], comm)
             sampled = {}
             for items in steps:
                 sampled.update(runner.run(items))

@@ -10,6 +10,7 @@ from rank_group import SENTINEL, Group, blocks_for, item
 
 from kvflow.comm.threads import run_ranks
 from kvflow.engine.api import InvalidRequest, Request
+from kvflow.engine.memory import balanced_deal
 from kvflow.engine.messages import StepItem
 from kvflow.engine.runner import StepRunner
 
@@ -64,7 +65,9 @@ def test_a13_a_rank_alone_with_other_facts_is_caught_not_mixed_up():
     group = Group(2, 2)
 
     def rank(comm):
-        runner = StepRunner(group.models[comm.rank], group.layout, group.caches[comm.rank], comm)
+        runner = StepRunner.over(
+            group.models[comm.rank], group.layout, group.caches[comm.rank], comm
+        )
         return runner.run([item("a", 0, 6 - comm.rank, [0, 1])])
 
     with pytest.raises(Exception, match="differs between ranks"):
@@ -134,15 +137,13 @@ def test_a24_chunks_that_end_inside_a_block(dcp, interleave):
 def test_loads_of_a_step_are_even(pcp, counts, starts):
     """max - min at most 1 (so below 2, and below 1.1 of the mean from 16 * PCP tokens on), however
     many requests share the step; every token is computed once."""
-    from kvflow.engine.runner import _deal
-
     items = [
         StepItem(f"r{i}", s, [0] * n, None, {}, None)
         for i, (n, s) in enumerate(zip(counts, starts, strict=False))
     ]
     loads, seen = [0] * pcp, []
-    for one, deal in zip(items, _deal(items, pcp), strict=True):
-        owners = [int(r) for r in deal.owner(np.arange(one.start, one.stop))]
+    for one, deal in zip(items, balanced_deal([(r,) for r in range(pcp)])(items), strict=True):
+        owners = [int(r) for r in deal.sharding.owner(np.arange(one.start, one.stop))]
         seen.append(len(owners))
         for r in owners:
             loads[r] += 1

@@ -87,7 +87,7 @@ class World:
         self.cache = RankCache.allocate(layout, 0, {"kv": num_blocks}, fill=SENTINEL)
         self.box, self.next_block, self.requests = Script(), 0, {}
         self.engine = DecodeEngine(
-            StepRunner(model, layout, self.cache, LocalComm()),
+            StepRunner.over(model, layout, self.cache, LocalComm()),
             {"kv": num_blocks},
             LocalEndpoint(self.cache, self.fabric, gate),
             self.box,
