@@ -100,15 +100,19 @@ class Request:
 
     request_id: unique among the requests that live in the engine at the same time.
     prompt: token ids, at least one.
+    cache_salt: requests share cached prefixes only with those of the same salt (a tenant).
     """
 
     request_id: str
     prompt: tuple[int, ...] = field(converter=_ints)
     sampling: SamplingParams
+    cache_salt: str | None = None
 
     def __attrs_post_init__(self) -> None:
         _require(bool(self.request_id), "request_id", self.request_id, "a non-empty string")
         _require(len(self.prompt) >= 1, "prompt", self.prompt, "at least one token id")
+        salt = self.cache_salt
+        _require(salt is None or isinstance(salt, str), "cache_salt", salt, "None or a string")
 
 
 @frozen

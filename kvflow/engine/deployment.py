@@ -31,6 +31,7 @@ from kvflow.engine.messages import (
     TransferEnded,
 )
 from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.sampling import Sampled
 from kvflow.errors import KvflowError
 from kvflow.layouts.wire import layout_from_wire
@@ -57,6 +58,7 @@ class Deployment:
     max_model_len: int
     vocab_size: int
     max_num_batched_tokens: int = 2048
+    prefix: PrefixConfig = field(factory=PrefixConfig)
     prefill: PrefillEngine = field(init=False)
     gauges: dict[str, Mapping[str, float]] = field(init=False, factory=dict)
     counters: dict[str, Mapping[str, float]] = field(init=False, factory=dict)
@@ -92,6 +94,7 @@ class Deployment:
             layout_from_wire(target.layout),
             self._send_step,
             self.max_num_batched_tokens,
+            prefix=self.prefix,
         )
         exports = {r: ready[name].export for r, name in enumerate(self.prefill_ranks)}
         for name in self.decode_ranks:
@@ -176,14 +179,15 @@ class Deployment:
         outcome = "aborted"
         try:
             first = await self.prefill.prefill(request)
+            cached = self.prefill.cached_tokens(request.request_id)
             reason = finish_reason(first.token, 1, request.sampling, self.eos_ids)
             if reason is not None:
                 self.prefill.release(request.request_id)  # nothing moves
                 outcome = "finished"
-                yield _output(request.request_id, first, reason)
+                yield _output(request.request_id, first, reason, cached_tokens=cached)
                 return
             live = self._hand_over(request, first)
-            yield _output(request.request_id, first, None)
+            yield _output(request.request_id, first, None, cached_tokens=cached)
             async with contextlib.aclosing(self._decoded(request.request_id, live)) as outputs:
                 async for output in outputs:
                     outcome = "finished" if output.finish_reason else outcome
@@ -290,7 +294,11 @@ def _by_rank(numbers: Mapping[str, Mapping[str, float]]) -> list[Sample]:
 
 
 def _output(
-    request_id: str, sampled: Sampled, reason: Any, transfer: dict[str, Any] | None = None
+    request_id: str,
+    sampled: Sampled,
+    reason: Any,
+    transfer: dict[str, Any] | None = None,
+    cached_tokens: int = 0,
 ) -> TokenOutput:
     return TokenOutput(
         request_id,
@@ -299,5 +307,6 @@ def _output(
         reason,
         sampled.logprob,
         sampled.top_logprobs,
+        cached_tokens=cached_tokens,
         transfer=transfer,
     )

@@ -13,10 +13,18 @@ from kvflow.engine.api import SamplingParams
 from kvflow.engine.sampling import Sampled
 
 
+class BlockCopy(Struct, frozen=True):
+    """Rows that a request takes over from blocks of another table before it computes: by group,
+    ranges of positions and the first entries of the table they lie in."""
+
+    spans: dict[str, list[tuple[int, int]]]
+    tables: dict[str, list[int]]
+
+
 class StepItem(Struct, frozen=True):
     """One request's share of a step: `tokens` at positions [start, start + len(tokens)).
     `next_token` is the prompt's token behind them, None if `sampling` decides it in this step.
-    `tables` are the request's block tables by group."""
+    `tables` are the request's block tables by group. `copy` comes before any rank computes."""
 
     request_id: str
     start: int
@@ -24,6 +32,7 @@ class StepItem(Struct, frozen=True):
     next_token: int | None
     tables: dict[str, list[int]]
     sampling: SamplingParams | None
+    copy: BlockCopy | None = None
 
     @property
     def stop(self) -> int:

@@ -1,8 +1,9 @@
 """PrefillEngine: schedules prompts over a group of ranks and keeps their KV until it was read.
 
 Lives in the front's event loop. All ranks get the same steps; every decision is taken here, once.
-A request's blocks are used while it is computed, then pinned until every source rank of its
-transfer plan was acknowledged by the reader; a request that nobody reads is released.
+A request begins behind the prefix that is known already. Its blocks are used while it is computed,
+then pinned until every source rank of its transfer plan was acknowledged by the reader; a request
+that nobody reads is released. Rows that were computed stay indexed until their blocks are needed.
 """
 
 import asyncio
@@ -12,22 +13,34 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import define, field
 
 from kvflow.engine.api import InvalidRequest, Overloaded, Request
-from kvflow.engine.blocks import BlockPool
+from kvflow.engine.blocks import Holding
 from kvflow.engine.messages import RunStep, Source, StepDone, StepItem
+from kvflow.engine.prefix.cache import Lease, PrefixCache, Tables, Trail
+from kvflow.engine.prefix.config import PrefixConfig
+from kvflow.engine.prefix.hashes import Chain, PrefixHasher
+from kvflow.engine.prefix.pool import SharedBlockPool
 from kvflow.engine.sampling import Sampled
+from kvflow.engine.shares import deal_budget
 from kvflow.errors import KvflowError
+from kvflow.layouts.identity import ContentIdentity
 from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.handshake import Agreement, agree
 
 
 @define(eq=False)
 class _Prefill:
-    """One request inside the engine. `unread` holds the source ranks not yet acknowledged."""
+    """One request inside the engine. `sources` are held until its first step has copied from them,
+    `begun` says that this step was sent; `unread` holds the source ranks not yet acknowledged."""
 
     request: Request
+    chain: Chain
     outcome: "asyncio.Future[Sampled]"
-    tables: dict[str, list[int]] = field(factory=dict)
+    lease: Lease = field(factory=lambda: Lease({}))
+    sources: Tables = field(factory=dict)
+    holding: Holding = "used"
+    trail: Trail = field(factory=Trail)
     done: int = 0
+    begun: bool = False
     in_step: bool = False
     aborted: bool = False
     unread: set[int] = field(factory=set)
@@ -50,9 +63,12 @@ class PrefillEngine:
     send_step: Callable[[RunStep], None]
     max_num_batched_tokens: int = 2048
     max_waiting: int = 256
+    prefix: PrefixConfig = field(factory=lambda: PrefixConfig(enabled=False))
     num_steps: int = field(init=False, default=0)
     model_seconds: float = field(init=False, default=0.0)
-    pools: dict[str, BlockPool] = field(init=False)
+    num_reused: dict[str, int] = field(init=False)
+    cache: PrefixCache = field(init=False)
+    _hasher: PrefixHasher = field(init=False)
     _terms: Agreement = field(init=False)
     _waiting: deque[_Prefill] = field(init=False, factory=deque)
     _running: list[_Prefill] = field(init=False, factory=list)
@@ -61,8 +77,19 @@ class PrefillEngine:
     _answers: dict[int, StepDone] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self.pools = {name: BlockPool(n) for name, n in self.num_blocks.items()}
         self._terms = agree(self.layout, self.target)
+        self.cache = PrefixCache(self.layout, self.num_blocks)
+        self.num_reused = {"device": 0}
+        self._hasher = PrefixHasher(
+            ContentIdentity.of(self.layout.spec).fingerprint,
+            self.prefix.block_size or self.layout.groups[0].paging.block_size,
+            shifted=bool(self.layout.spec.select(part="mtp")),
+        )
+
+    @property
+    def pools(self) -> Mapping[str, SharedBlockPool]:
+        """Who holds which blocks, by group."""
+        return self.cache.pools
 
     # --- requests
 
@@ -85,11 +112,18 @@ class PrefillEngine:
         self.check(request)
         if request.request_id in self._held:
             raise KvflowError(f"request {request.request_id!r} is in the engine already")
-        work = _Prefill(request, asyncio.get_running_loop().create_future())
+        known = request.prompt if self.prefix.enabled else ()
+        chain = self._hasher.chain(known, request.cache_salt)
+        work = _Prefill(request, chain, asyncio.get_running_loop().create_future())
         self._held[request.request_id] = work
         self._waiting.append(work)
         self._schedule()
         return await work.outcome
+
+    def cached_tokens(self, request_id: str) -> int:
+        """How many tokens of a prefilled request's prompt were reused, 0 for an unknown one."""
+        work = self._held.get(request_id)
+        return work.lease.length if work is not None else 0
 
     def source(self, request_id: str) -> Source:
         """The source binding of a prefilled request, for its one reader; from now on the blocks
@@ -101,7 +135,7 @@ class PrefillEngine:
             raise KvflowError(f"request {request_id!r} has no prefilled KV to read")
         plan = self._terms.plan((0, length))
         work.unread = {src_rank for src_rank, _ in plan.links}
-        return Source(work.tables, length, plan.digest)
+        return Source(work.lease.tables, length, plan.digest)
 
     def acknowledge(self, request_id: str, src_ranks: Sequence[int]) -> None:
         """The reader will read these source ranks no more. Late and repeated ones are ignored."""
@@ -132,6 +166,13 @@ class PrefillEngine:
             if not work.outcome.done():
                 work.outcome.set_exception(error)
 
+    def reset_prefix_cache(self) -> dict[str, int]:
+        """Forgets every prefix, in all tiers; blocks of requests inside the engine stay theirs,
+        but are not indexed any more. Returns how many blocks of tokens each tier forgot."""
+        for work in self._held.values():
+            work.trail.ended = work not in self._waiting
+        return {"device": self.cache.index.clear()}
+
     # --- steps
 
     def _schedule(self) -> None:
@@ -139,39 +180,24 @@ class PrefillEngine:
         if self._step:
             return
         self._admit()
-        self._step = self._shares()
+        shares = deal_budget([w.remaining for w in self._running], self.max_num_batched_tokens)
+        self._step = [(self._running[index], count) for index, count in shares]
         items = [self._item(work, count) for work, count in self._step]
         for work, _ in self._step:
-            work.in_step = True
+            work.in_step = work.begun = True
         if items:
             self.num_steps += 1
             self.send_step(RunStep(self.num_steps, items))
 
-    def _shares(self) -> list[tuple[_Prefill, int]]:
-        """Deals the token budget: half is the oldest request's, so that it always moves on; the
-        rest goes to the shortest remainders, so that short prompts do not wait behind a long one;
-        what they leave is the oldest's again."""
-        if not self._running:
-            return []
-        oldest, *others = self._running
-        budget = self.max_num_batched_tokens
-        reserved = min(oldest.remaining, max(budget // 2, 1)) if others else oldest.remaining
-        reserved = min(reserved, budget)
-        free, shares = budget - reserved, []
-        for work in sorted(others, key=lambda w: w.remaining):
-            count = min(free, work.remaining)
-            if count:
-                shares.append((work, count))
-                free -= count
-        return [(oldest, min(oldest.remaining, reserved + free)), *shares]
-
     def _admit(self) -> None:
         while self._waiting:
             work = self._waiting[0]
-            need = self.layout.num_blocks_for(len(work.request.prompt))
-            if any(self.pools[name].num_free < n for name, n in need.items()):
+            length = len(work.request.prompt)
+            match = self.cache.index.match(work.chain, length - 1)
+            lease = self.cache.lease(match, length)
+            if lease is None:
                 return
-            work.tables = {name: self.pools[name].allocate(n) for name, n in need.items()}
+            work.lease, work.sources, work.done = lease, lease.sources, lease.length
             self._running.append(self._waiting.popleft())
 
     def _item(self, work: _Prefill, count: int) -> StepItem:
@@ -182,8 +208,9 @@ class PrefillEngine:
             work.done,
             list(prompt[work.done : stop]),
             None if last else prompt[stop],
-            work.tables,
+            work.lease.tables,
             work.request.sampling if last else None,
+            copy=None if work.begun else work.lease.copy,
         )
 
     def on_step_done(self, answer: StepDone) -> None:
@@ -207,25 +234,34 @@ class PrefillEngine:
         self._schedule()
 
     def _settle(self, work: _Prefill, sampled: Sampled | None) -> None:
+        token = sampled.token if sampled is not None else None
+        self.cache.publish(work.chain, work.trail, work.lease.tables, work.done, token)
+        self._free_sources(work)
         if work.aborted:
             self._free(work)
         elif work.done == len(work.request.prompt):
             self._running.remove(work)
-            for name, ids in work.tables.items():
-                self.pools[name].hold(ids, "pinned")
+            self.cache.hold(work.lease.tables, "used", "pinned")
+            work.holding = "pinned"
             if sampled is None:
                 work.outcome.set_exception(KvflowError("no rank sampled the first token"))
             elif not work.outcome.done():
+                self.num_reused["device"] += work.lease.length
                 work.outcome.set_result(sampled)
+
+    def _free_sources(self, work: _Prefill) -> None:
+        """The copy that read them is done, or will never begin."""
+        self.cache.free(work.sources)
+        work.sources = {}
 
     def _free(self, work: _Prefill) -> None:
         self._held.pop(work.request.request_id, None)
         for queue in (self._waiting, self._running):
             if work in queue:
                 queue.remove(work)
-        for name, ids in work.tables.items():
-            self.pools[name].free(ids)
-        work.tables = {}
+        self._free_sources(work)
+        self.cache.free(work.lease.tables, work.holding)
+        work.lease = Lease({})
 
     @property
     def num_waiting(self) -> int:
@@ -236,10 +272,6 @@ class PrefillEngine:
         return len(self._running)
 
     def audit(self) -> None:
-        """Raises `KvflowError` if a block is lost, or held although the engine is idle."""
-        for name, pool in self.pools.items():
-            pool.audit()
-            if not self._held and pool.num_free != pool.num_blocks:
-                raise KvflowError(
-                    f"group {name!r}: idle with {pool.num_free} of {pool.num_blocks} blocks free"
-                )
+        """Raises `KvflowError` if a block is lost, indexed wrongly, or held although the engine is
+        idle."""
+        self.cache.audit(idle=not self._held)

@@ -9,6 +9,7 @@ from attrs.converters import optional
 
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import Hub
+from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.errors import LayoutError
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Axis, Mesh, Placement
@@ -46,6 +47,7 @@ class LaunchConfig:
     verify_transfers: bool = False
     transfer_costs: Path | None = field(default=None, converter=optional(Path))
     served_model_name: str = ""
+    prefix: PrefixConfig = field(factory=PrefixConfig)
 
     def __attrs_post_init__(self) -> None:
         for name, choices in (
@@ -104,6 +106,7 @@ class LaunchConfig:
             self.max_model_len,
             self.vocab_size(),
             self.max_num_batched_tokens,
+            prefix=self.prefix,
         )
 
     def costs(self) -> Costs:

@@ -117,6 +117,43 @@ def num_entries(placement: Placement, paging: Paging, length: int) -> int:
     return -(-fullest // paging.block_size)
 
 
+def num_full_entries(placement: Placement, paging: Paging, length: int) -> int:
+    """Block-table entries whose slots all hold positions below `length`, on every shard: the
+    emptiest shard decides. They are the first ones of a table.
+
+    >>> deal = Placement.simple(RoundRobin(4, interleave=16))
+    >>> num_full_entries(deal, Paged(4), 52), num_full_entries(deal, Paged(4), 51)
+    (1, 0)
+    """
+    sharding = placement.sharding
+    emptiest = int(sharding.local_len(length, np.arange(sharding.num_shards)).min())
+    return emptiest // paging.block_size
+
+
+def open_spans(placement: Placement, paging: Paging, length: int) -> list[tuple[int, int]]:
+    """The positions below `length` that lie in entries with slots for others too, as ascending
+    ranges.
+
+    >>> open_spans(Placement.simple(RoundRobin(4, interleave=16)), Paged(4), 52)
+    [(4, 16), (20, 32), (36, 48)]
+    """
+    sharding, size = placement.sharding, paging.block_size
+    full = num_full_entries(placement, paging, length) * size
+    held = sharding.local_len(length, np.arange(sharding.num_shards)).tolist()
+    parts = [
+        sharding.token(shard, np.arange(full, stop))
+        for shard, stop in enumerate(held)
+        if stop > full
+    ]
+    if not parts:
+        return []
+    positions = np.sort(np.concatenate(parts))
+    cuts = np.flatnonzero(np.diff(positions) > 1)
+    first = positions[np.concatenate([[0], cuts + 1])]
+    last = positions[np.concatenate([cuts, [len(positions) - 1]])]
+    return [(start, stop + 1) for start, stop in zip(first.tolist(), last.tolist(), strict=True)]
+
+
 def page_of(index: A, block_size: int) -> A:
     """The page (block) of each slot, or the block-table entry of each local index. `index` may be
     an int or an array of any library; so it is for the two functions below."""

@@ -78,7 +78,7 @@ def free_blocks(deployment, rank):
 async def assert_idle(deployment, decode_blocks):
     """Waits until every block is back on both sides, and audits the prefill pool."""
     pool = deployment.prefill.pools["kv"]
-    await until(lambda: pool.num_free == pool.num_blocks)
+    await until(lambda: pool.num_available == pool.num_blocks)
     deployment.prefill.audit()
     for rank in deployment.decode_ranks:
         # a rank that has done nothing yet has told nothing yet

@@ -38,7 +38,7 @@ async def _exact(deployment, prompts):
         assert report["verified"] is True
         assert report["nbytes"] > 0
     pool = deployment.prefill.pools["kv"]
-    await until(lambda: pool.num_free == pool.num_blocks)
+    await until(lambda: pool.num_available == pool.num_blocks)
     deployment.prefill.audit()
 
 

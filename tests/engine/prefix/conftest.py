@@ -1,0 +1,1 @@
+"""The prefix tests use the worlds of the engine tests."""

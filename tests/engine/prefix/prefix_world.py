@@ -1,0 +1,103 @@
+"""What the prefix and tier tests share: rows as they arrive at a decode rank, the rows that one
+rank alone computes, and how many tokens a prompt may reuse."""
+
+import asyncio
+import threading
+
+import numpy as np
+import torch
+from attrs import define, field
+from engine_world import collect, reference_model
+
+from kvflow.comm.local import LocalComm
+from kvflow.engine.messages import StepItem
+from kvflow.engine.runner import StepRunner
+from kvflow.kernels.rows import gather_rows
+from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.mesh import Placement
+from kvflow.layouts.paging import Paged
+from kvflow.layouts.sharding import Replicated
+from kvflow.transfers.executors.base import RankCache
+from kvflow.transfers.executors.local import LocalEndpoint
+
+
+def rows_of(binding, cache, length, rank=0):
+    """Packed rows of every component at positions [0, length) in one rank's cache."""
+    rows = {}
+    for name in binding.layout.spec.names:
+        group = binding.layout.group_of(name).name
+        slots = binding.slots(group, np.arange(length), rank)
+        rows[name] = gather_rows(cache.pages[name], torch.from_numpy(slots)).clone()
+    return rows
+
+
+def reference_rows(one, kv_dtype):
+    """The rows of a prompt and its first token, computed in one step on one rank."""
+    model = reference_model(kv_dtype, "float64")
+    n = len(one.prompt)
+    layout = KVLayout.uniform(model.spec, Placement.simple(Replicated()), Paged(n))
+    cache = RankCache.allocate(layout, 0, {"kv": 1})
+    runner = StepRunner.over(model, layout, cache, LocalComm())
+    runner.run([StepItem("alone", 0, list(one.prompt), None, {"kv": [0]}, one.sampling)])
+    slots = torch.arange(n)
+    return {name: gather_rows(cache.pages[name], slots) for name in layout.spec.names}
+
+
+@define(eq=False)
+class Arrivals:
+    """Endpoint factory of a world: keeps the rows of every pulled request, in order."""
+
+    rows: list = field(factory=list)
+    caches: dict = field(factory=dict)
+
+    def make(self, cache, fabric):
+        self.caches[threading.current_thread().name] = cache
+        return _Watched(cache, fabric, self)
+
+
+class _Watched(LocalEndpoint):
+    def __init__(self, cache, fabric, arrivals):
+        super().__init__(cache, fabric)
+        self.arrivals = arrivals
+
+    def pull(self, bound, dst_rank, peers, *, timeout, verify=False):
+        report = super().pull(bound, dst_rank, peers, timeout=timeout, verify=verify)
+        self.arrivals.rows.append(rows_of(bound.dst, self.cache, bound.plan.tokens[1]))
+        return report
+
+
+def differing(mine, reference):
+    """(component, positions) that differ."""
+    assert mine.keys() == reference.keys()
+    wrong = []
+    for name, rows in mine.items():
+        bad = (rows != reference[name]).any(1).nonzero().flatten().tolist()
+        if bad:
+            wrong.append((name, bad))
+    return wrong
+
+
+def reusable(prompts, prompt, block, shifted, sampled):
+    """How many tokens of `prompt` an engine may reuse that has computed `prompts` (a list of
+    tuples), each followed by its token of `sampled`, token by token."""
+    best = 0
+    for before, token in zip(prompts, sampled, strict=True):
+        text = (*before, token)
+        same = 0
+        while same < min(len(before), len(prompt) - 1) and before[same] == prompt[same]:
+            same += 1
+        whole = same // block * block
+        if shifted and whole and text[whole] != prompt[whole]:
+            whole -= 1
+        best = max(best, whole)
+    return best
+
+
+async def in_turn(deployment, requests):
+    """(tokens, cached tokens) of requests that are served one after the other."""
+    said = []
+    for one in requests:
+        outputs = await collect(deployment, one)
+        said.append(([o.token for o in outputs], outputs[0].cached_tokens))
+        await asyncio.sleep(0)
+    return said
