@@ -65,6 +65,7 @@ class GlmConfig:
     routed_scaling_factor: float = 1.0
     rms_norm_eps: float = 1e-5
     num_nextn_predict_layers: int = 0
+    index_share_for_mtp_iteration: bool = False
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2**20
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from kvflow.comm import Comm
@@ -132,19 +132,25 @@ class Glm:
         self._release(mtp.layer, kv)
 
     @torch.no_grad()
-    def mtp_logits(
+    def mtp_forward(
         self,
         next_tokens: Tensor,
         hidden: Tensor,
         segments: Sequence[Segment],
         kv: KVStep,
         comm: Comm,
-    ) -> Tensor:
-        """The MTP module's logits ``[n, vocab]`` for token t + 2; publishes as `write_mtp`."""
+        shared: Selection | None = None,
+    ) -> tuple[Tensor, Selection]:
+        """Hidden states ``[n, hidden]`` of the MTP module, after its last norm, and what its rows
+        attended to. Their `logits` are for token t + 2, and they are the `hidden` of a further
+        pass at t + 1. Publishes as `write_mtp`; with a selection of an earlier pass, `shared`, it
+        attends to that one and publishes no index keys. A collective over `comm` and `kv`."""
         step = self._step(len(next_tokens), segments, kv)
         mtp, x = self._mtp_input(next_tokens, hidden, segments)
-        x, _ = self._layer(mtp.layer, x, Selection.of((), (), self.config.index_topk), step, comm)
-        return self.head(rms_norm(x, mtp.final_norm, self._eps))[: len(next_tokens)]
+        layer = mtp.layer if shared is None else evolve(mtp.layer, indexer=None)
+        selection = shared or Selection.of((), (), self.config.index_topk)
+        x, selection = self._layer(layer, x, selection, step, comm)
+        return rms_norm(x, mtp.final_norm, self._eps)[: len(next_tokens)], selection
 
     @property
     def _eps(self) -> float:

@@ -40,7 +40,7 @@ def test_prompt_and_mtp_logits(glm: Glm, prompts: Any, reference: Any, name: str
     )
     kv.begin(part)
     following = torch.tensor([*ids[1:], first])
-    logits = glm.mtp_logits(following, hidden, part, kv, comm)
+    logits = glm.logits(glm.mtp_forward(following, hidden, part, kv, comm)[0])
     expected = reference[f"{name}.mtp_logits_vllm"]
     torch.testing.assert_close(logits.float(), expected, rtol=0, atol=1e-4)
     by_attending = dict(kv.table)
