@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     told.set_defaults(run=_run_explain)
     drawn = commands.add_parser("draw", help=_run_draw.__doc__, description=LAYOUTS)
     _add_transfer(drawn)
-    drawn.add_argument("-o", "--output", type=Path, default=Path("plan.svg"), help="an SVG file")
+    drawn.add_argument("-o", "--output", type=Path, default=Path("plan.svg"), help="SVG or PNG")
     drawn.set_defaults(run=_run_draw)
     return parser
 

@@ -5,9 +5,9 @@ from types import MappingProxyType
 
 from attrs import frozen
 
+from kvflow.explain.canvas import Canvas
 from kvflow.explain.lanes import Flow
 from kvflow.explain.render import nbytes_text
-from kvflow.explain.svg import Canvas
 
 MAX_LABELS = 24
 """Links up to which each band has a number; more would cover each other."""
@@ -47,8 +47,8 @@ def draw_bands(
     ends = _meets(flows, dst, src, scale, [f.dst for f in flows], [f.src for f in flows])
     x0, x1, mid = src.right, dst.left, (src.right + dst.left) / 2
     for flow, y0, y1 in zip(flows, begins, ends, strict=True):
-        canvas.path(
-            f"M{x0:.1f} {y0:.1f}C{mid:.1f} {y0:.1f} {mid:.1f} {y1:.1f} {x1:.1f} {y1:.1f}",
+        canvas.curve(
+            *((x0, y0), (mid, y0), (mid, y1), (x1, y1)),
             title=f"{names[0][flow.src]} to {names[1][flow.dst]}: {_said(flow)}",
             fill="none",
             stroke=RANK_COLOURS[flow.src % len(RANK_COLOURS)],
@@ -66,8 +66,8 @@ def draw_copies(
     x = column.right
     for flow in flows:
         y0, y1 = (column.tops[i] + column.heights[i] / 2 for i in (flow.src, flow.dst))
-        canvas.path(
-            f"M{x:.1f} {y0:.1f}C{x + 22:.1f} {y0:.1f} {x + 22:.1f} {y1:.1f} {x:.1f} {y1:.1f}",
+        canvas.curve(
+            *((x, y0), (x + 22, y0), (x + 22, y1), (x, y1)),
             title=f"{names[flow.src]} to {names[flow.dst]}, copied on their host: {_said(flow)}",
             fill="none",
             **COPY,

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvflow.errors import KvflowError, LayoutError
-from kvflow.explain.draw import draw_plan
+from kvflow.explain.canvas import Drawing
+from kvflow.explain.draw import drawing_of
 from kvflow.explain.render import render
 from kvflow.explain.report import explain
+from kvflow.explain.svg import svg_of
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.layouts.text import parse_layout, parse_members, parse_spec
 from kvflow.transfers.cost import Costs
@@ -48,13 +50,20 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 def _draw(options: argparse.Namespace) -> None:
-    if options.output.suffix.lower() != ".svg":
-        raise LayoutError(
-            f"{options.output}: kvflow draws SVG, the name must end in .svg; any renderer makes a "
-            f"PNG of it, such as rsvg-convert or resvg"
-        )
-    options.output.write_text(draw_plan(_plan(options)), encoding="utf-8")
+    path, kind = options.output, options.output.suffix.lower()
+    if kind not in (".svg", ".png"):
+        raise LayoutError(f"{path}: a drawing is SVG or PNG, the name must end in .svg or .png")
+    drawing = drawing_of(_plan(options))
+    path.write_bytes(_png_of(drawing) if kind == ".png" else svg_of(drawing).encode())
     print(f"wrote {options.output}")
+
+
+def _png_of(drawing: Drawing) -> bytes:
+    try:
+        from kvflow.explain.png import png_of
+    except ModuleNotFoundError as error:
+        raise KvflowError(f'PNG needs Pillow ({error}): pip install "kvflow[png]"') from error
+    return png_of(drawing)
 
 
 def _plan(options: argparse.Namespace) -> Plan:

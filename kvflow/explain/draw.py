@@ -10,9 +10,10 @@ from itertools import pairwise
 from attrs import frozen
 
 from kvflow.explain.bands import COPY, MAX_LABELS, RANK_COLOURS, Column, draw_bands, draw_copies
+from kvflow.explain.canvas import HELD, MONO, POSITION, Canvas, Drawing, ink_on, position_colour
 from kvflow.explain.lanes import Gap, Lane, Page, copies_of, flows_of, lanes_of
 from kvflow.explain.render import nbytes_text
-from kvflow.explain.svg import MONO, Canvas, ink_on, position_colour
+from kvflow.explain.svg import svg_of
 from kvflow.layouts.text import format_layout
 from kvflow.transfers.plan import Plan
 
@@ -42,7 +43,7 @@ class Scale:
         """Style of a slot: -1 is an empty one."""
         if token < 0:
             return {"fill": "#ffffff", "stroke": "#c3c8d3", "stroke_dasharray": "2 2"}
-        return {"fill": "url(#held)" if token < self.start else self.colour(token)}
+        return {"fill": HELD if token < self.start else self.colour(token)}
 
     def size(self, page: Page | Gap) -> tuple[float, float]:
         if isinstance(page, Gap):
@@ -62,6 +63,11 @@ def shown_slots(page: Page) -> tuple[int, ...]:
 
 def draw_plan(plan: Plan) -> str:
     """The SVG of a plan: the same plan gives the same text."""
+    return svg_of(drawing_of(plan))
+
+
+def drawing_of(plan: Plan) -> Drawing:
+    """The picture of a plan."""
     start, stop = plan.tokens
     scale = Scale(start, stop, stop <= MAX_DETAILED)
     component = next((c for part in plan.parts for c in part.components), plan.src.spec.names[0])
@@ -86,7 +92,7 @@ def draw_plan(plan: Plan) -> str:
     marks = {COPIED: bool(copies), NUMBERED: len(flows) <= MAX_LABELS}
     end = _legend(canvas, scale, TOP + room + 14, notes, marks)
     said = f"{format_layout(plan.src)} to {format_layout(plan.dst)}, tokens {start} to {stop}"
-    return canvas.document(WIDTH, end, said)
+    return canvas.drawing(WIDTH, end, said)
 
 
 def _max_pages(num_ranks: int, scale: Scale) -> int:
@@ -247,7 +253,7 @@ def _legend(
 ) -> float:
     """Draws the legend below `y`; returns where the picture ends."""
     x = MARGIN
-    canvas.rect(x, y, 150.0, 13.0, fill="url(#position)")
+    canvas.rect(x, y, 150.0, 13.0, fill=POSITION)
     canvas.text(x, y + 26, f"{scale.start:,}", 10, font_family=MONO)
     last = f"{max(scale.stop - 1, scale.start):,}"
     canvas.text(x + 150, y + 26, last, 10, font_family=MONO, text_anchor="end")
@@ -259,7 +265,7 @@ def _legend(
     }
     items: list[tuple[str, bool, Mapping[str, object]]] = [
         ("position of a token that moves", True, {}),
-        ("held before, not moved", scale.start > 0, {"fill": "url(#held)"}),
+        ("held before, not moved", scale.start > 0, {"fill": HELD}),
         ("empty slot", True, scale.fill(-1)),
         ("page", True, box),
         (NUMBERED, marks[NUMBERED], line),
@@ -273,7 +279,7 @@ def _legend(
         if "fill" in style:
             canvas.rect(x, y, 22.0, 13.0, **style)
         elif style:
-            canvas.path(f"M{x:.1f} {y + 6.5:.1f}h22", fill="none", **style)
+            canvas.line(x, y + 6.5, 22, fill="none", **style)
         canvas.text(x + 29, y + 11, said, 11)
         x += 42 + 5.9 * len(said)
     for i, note in enumerate(notes):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from kvflow.cli import main
+from kvflow.explain.canvas import VIRIDIS, ink_on, position_colour
 from kvflow.explain.draw import WIDTH, draw_plan, tokens_text
 from kvflow.explain.lanes import Gap, Page, flows_of, lanes_of
-from kvflow.explain.svg import VIRIDIS, ink_on, position_colour
 from kvflow.layouts.text import parse_layout
 from kvflow.testing import Case, cases, deal
 from kvflow.transfers.plan import Plan
@@ -199,15 +199,15 @@ def test_names_are_escaped() -> None:
 # --- the command and the page ---------------------------------------------------------------------
 
 
-def test_the_command_writes_svg_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["draw", "dcp2 paged(4)", "replicated paged(8)", "--tokens", "20", "--model", "tiny"]
     out = tmp_path / "plan.svg"
     assert main([*words, "-o", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     assert out.read_text() == draw_plan(planned("dcp2 paged(4)", "replicated paged(8)", (0, 20)))
-    assert main([*words, "-o", str(tmp_path / "plan.png")]) == 2
-    assert "rsvg-convert" in capsys.readouterr().err
-    assert not (tmp_path / "plan.png").exists()
+    assert main([*words, "-o", str(tmp_path / "plan.gif")]) == 2
+    assert "the name must end in .svg or .png" in capsys.readouterr().err
+    assert not (tmp_path / "plan.gif").exists()
     assert main([*words, "-o", str(tmp_path / "none" / "plan.svg")]) == 2
 
 
