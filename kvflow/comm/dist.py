@@ -69,19 +69,29 @@ class DistComm:
         dist.all_to_all_single(out, copies, list(counts), splits, group=self.group)
         return out
 
-    def all_to_all(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def all_to_all(
+        self, rows: Tensor, counts: Sequence[int], received: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
         check_counts("all_to_all", counts, self.size)
         check_all_to_all(rows, counts)
-        arriving = torch.empty(self.size, dtype=torch.int64)
-        dist.all_to_all_single(arriving, torch.tensor(list(counts)), group=self.group)
-        received: list[int] = arriving.tolist()
+        if received is None:
+            arriving = torch.empty(self.size, dtype=torch.int64)
+            dist.all_to_all_single(arriving, torch.tensor(list(counts)), group=self.group)
+            received = arriving.tolist()
+        check_counts("all_to_all", received, self.size)
+        arrived = list(received)
         sent = _as_bytes(rows)
-        out = sent.new_empty(sum(received), sent.shape[1])
-        dist.all_to_all_single(out, sent, received, list(counts), group=self.group)
-        return _from_bytes(out, rows), received
+        out = sent.new_empty(sum(arrived), sent.shape[1])
+        dist.all_to_all_single(out, sent, arrived, list(counts), group=self.group)
+        return _from_bytes(out, rows), arrived
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
+
+    def channel(self) -> "DistComm":
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return DistComm(group)
 
 
 def padded_is_quicker(counts: Sequence[int], row_nbytes: int) -> bool:

@@ -33,12 +33,20 @@ class Comm(Protocol):
         ranks alike and ``counts[rank] == len(rows)``."""
         ...
 
-    def all_to_all(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Sends ``counts[r]`` consecutive rows to rank r. The split sizes are exchanged first.
-        Returns the rows received, in rank order, and how many came from each rank."""
+    def all_to_all(
+        self, rows: Tensor, counts: Sequence[int], received: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
+        """Sends ``counts[r]`` consecutive rows to rank r. Returns the rows received, in rank
+        order, and how many came from each rank. The split sizes are exchanged first, unless all
+        ranks say what they will receive: `received`, given by all of them or by none."""
         ...
 
     def barrier(self) -> None: ...
+
+    def channel(self) -> "Comm":
+        """A further group of the same ranks, whose collectives have an order of their own: they
+        may run, on another thread, while those of this group do. A collective."""
+        ...
 
 
 def check_rank(rank: int, size: int) -> None:
@@ -70,4 +78,13 @@ def check_all_to_all(rows: Tensor, counts: Sequence[int]) -> None:
         raise CommError(
             f"all_to_all: counts {list(counts)} add up to {sum(counts)}, "
             f"rows are {len(rows)}; they must be equal"
+        )
+
+
+def check_received(received: Sequence[int], expected: Sequence[int]) -> None:
+    """Raises `CommError` unless the peers send what this rank expects."""
+    if list(received) != list(expected):
+        raise CommError(
+            f"all_to_all: this rank expects {list(expected)} rows, its peers send "
+            f"{list(received)}; they must be equal"
         )

@@ -20,6 +20,7 @@ from kvflow.comm.protocol import (
     check_all_to_all,
     check_counts,
     check_rank,
+    check_received,
 )
 
 T = TypeVar("T")
@@ -38,12 +39,27 @@ class ThreadGroup:
     _meetings: dict[int, dict[int, tuple[Header, Any]]] = field(factory=dict, init=False)
     _taken: dict[int, int] = field(factory=dict, init=False)
     _gone: dict[int, str] = field(factory=dict, init=False)
+    _channels: "list[ThreadGroup]" = field(factory=list, init=False)
 
     def leave(self, rank: int, why: str) -> None:
-        """Rank will join no further meeting; ranks that wait for it raise `PeerError`."""
+        """Rank will join no further meeting, of this group or its channels; ranks that wait for it
+        raise `PeerError`."""
         with self._changed:
             self._gone.setdefault(rank, why)
             self._changed.notify_all()
+            channels = list(self._channels)
+        for channel in channels:
+            channel.leave(rank, why)
+
+    def channel(self, number: int) -> "ThreadGroup":
+        """The group's channel of that number; channels are made in order."""
+        with self._changed:
+            while len(self._channels) <= number:
+                made = ThreadGroup(self.size, self.timeout_s)
+                for rank, why in self._gone.items():
+                    made.leave(rank, why)
+                self._channels.append(made)
+            return self._channels[number]
 
     def meet(self, number: int, rank: int, header: Header, payload: Any) -> list[Any]:
         """The payloads of all ranks at meeting `number`, in rank order.
@@ -90,6 +106,7 @@ class ThreadComm:
     rank: int
     trace: list[Call] | None = None
     _num_calls: int = field(default=0, init=False)
+    _num_channels: int = field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
         check_rank(self.rank, self.size)
@@ -105,17 +122,30 @@ class ThreadComm:
         header = ("all_gather", rows.dtype, row, counts)
         return torch.cat(self._meet(header, (sum(counts), *row), rows.clone()))
 
-    def all_to_all(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def all_to_all(
+        self, rows: Tensor, counts: Sequence[int], received: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
         check_counts("all_to_all", counts, self.size)
         check_all_to_all(rows, counts)
         row = tuple(rows.shape[1:])
         parts = torch.split(rows.clone(), list(counts))
-        sent = self._meet(("all_to_all", rows.dtype, row), (None, *row), parts)
+        header = ("all_to_all", rows.dtype, row, received is not None)
+        sent = self._meet(header, (None, *row), parts)
         mine = [parts[self.rank] for parts in sent]
-        return torch.cat(mine), [len(part) for part in mine]
+        arrived = [len(part) for part in mine]
+        if received is not None:
+            check_received(arrived, received)
+        return torch.cat(mine), arrived
 
     def barrier(self) -> None:
         self._meet(("barrier",), (), None)
+
+    def channel(self) -> "ThreadComm":
+        """The calls of a channel are noted in no trace: they have an order of their own."""
+        self._meet(("channel",), (), None)
+        number = self._num_channels
+        self._num_channels += 1
+        return ThreadComm(self.group.channel(number), self.rank)
 
     def _meet(self, header: Header, shape: tuple[int | None, ...], payload: Any) -> list[Any]:
         if self.trace is not None:

@@ -18,8 +18,9 @@ from kvflow.models.kvstep import IndexQueries, KVStep, Segment
 from kvflow.models.ops import Linear, layer_norm, pad_to
 from kvflow.models.rope import Rotation
 
-KEY_TILE = 256
-"""Keys of one score tile."""
+KEY_TILE = 240
+"""Keys of one score tile. A multiple of 48, so that every kernel works on whole panels and a key's
+score has the same bits in every column: shards may tile their own keys."""
 
 QUERY_CHUNK = 128
 """Queries scored together; bounds the scores held at once to QUERY_CHUNK x context."""

@@ -9,7 +9,17 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from kvflow.comm import Comm, LocalComm, connect_gloo, disconnect, run_ranks
+from kvflow.comm import (
+    Background,
+    Comm,
+    Inline,
+    Lane,
+    LocalComm,
+    PeerError,
+    connect_gloo,
+    disconnect,
+    run_ranks,
+)
 from kvflow.comm.dist import padded_is_quicker
 
 DTYPES = [
@@ -76,6 +86,34 @@ def check_exchanges(comm: Comm) -> None:
     assert received == [0] * comm.size
 
 
+def check_known_exchanges(comm: Comm) -> None:
+    """Where all ranks know what they will receive, split sizes are not exchanged."""
+    counts = [(comm.rank + 2 * r) % 3 for r in range(comm.size)]
+    received = [(r + 2 * comm.rank) % 3 for r in range(comm.size)]
+    parts = [tagged(comm.rank + r, n, torch.uint8, (3,)) for r, n in enumerate(counts)]
+    got, arrived = comm.all_to_all(torch.cat(parts), counts, received)
+    assert arrived == received
+    same(got, [tagged(r + comm.rank, n, torch.uint8, (3,)) for r, n in enumerate(received)])
+
+
+def check_channels(comm: Comm) -> None:
+    """Calls of a channel meet each other, not those of the group they run beside."""
+    lanes: list[Lane] = [Background(comm.channel()), Background(comm.channel()), Inline(comm)]
+    rows = torch.full((comm.rank + 1, 2), comm.rank)
+    counts = [r + 1 for r in range(comm.size)]
+    pending = [
+        (i, j, lane.issue(lambda c, i=i, j=j: c.all_gather(rows + 10 * i + 100 * j, counts)))
+        for j in range(3)
+        for i, lane in enumerate(lanes)
+    ]
+    parts = [torch.full((r + 1, 2), r) for r in range(comm.size)]
+    for i, j, one in reversed(pending):
+        got, times = one.wait()
+        same(got, [p + 10 * i + 100 * j for p in parts])
+        assert times.issued <= times.began <= times.ended
+        assert times.waited_from <= times.waited_until
+
+
 def check_results_are_copies(comm: Comm) -> None:
     rows = torch.zeros(2, 3)
     gathered = comm.all_gather(rows, [2] * comm.size)
@@ -102,6 +140,8 @@ def contract(comm: Comm) -> int:
     check_gathers(comm)
     check_large_gathers(comm)
     check_exchanges(comm)
+    check_known_exchanges(comm)
+    check_channels(comm)
     check_results_are_copies(comm)
     check_refusals(comm)
     comm.barrier()
@@ -142,3 +182,33 @@ def test_how_rows_are_gathered_follows_their_volume() -> None:
     assert padded_is_quicker([40, 39, 38], 16000)
     assert not padded_is_quicker([40] * 3, 16)
     assert not padded_is_quicker([90, 0, 0], 16000)
+
+
+def test_a_job_that_raises_raises_where_it_is_waited_for() -> None:
+    def fail(comm: Comm) -> None:
+        raise ValueError("no rows")
+
+    for lane in (Background(LocalComm()), Inline(LocalComm())):
+        pending = lane.issue(fail)
+        with pytest.raises(ValueError, match="no rows"):
+            pending.wait()
+        assert lane.issue(lambda comm: comm.rank).wait()[0] == 0
+
+
+def test_a_rank_that_has_gone_ends_the_meetings_of_channels_too() -> None:
+    def body(comm: Comm) -> None:
+        lane = Background(comm.channel())
+        if comm.rank == 1:
+            return
+        with pytest.raises(PeerError, match="rank 1 will not come"):
+            lane.issue(lambda c: c.barrier()).wait()
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_expect_other_rows_are_told() -> None:
+    def body(comm: Comm) -> None:
+        with pytest.raises(RuntimeError, match=r"expects \[1, 2\] rows, its peers send \[1, 1\]"):
+            comm.all_to_all(torch.zeros(2, 1), [1, 1], [1, 2])
+
+    run_ranks(2, body)
