@@ -31,8 +31,10 @@ from kvflow.engine.messages import (
     TransferEnded,
 )
 from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.prefill_metrics import prefill_metrics
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.sampling import Sampled
+from kvflow.engine.tiers.manager import Tiers
 from kvflow.errors import KvflowError
 from kvflow.layouts.wire import layout_from_wire
 
@@ -87,15 +89,21 @@ class Deployment:
             for name in group:
                 if (ready[name].layout, ready[name].num_blocks) != (first.layout, first.num_blocks):
                     raise KvflowError(f"rank {name!r} and {group[0]!r} describe different caches")
+        layout = layout_from_wire(source.layout)
+        tiers = Tiers.create(self.prefix, layout)
         self.prefill = PrefillEngine(
-            layout_from_wire(source.layout),
+            layout,
             len(self.prefill_ranks),
             source.num_blocks,
             layout_from_wire(target.layout),
             self._send_step,
             self.max_num_batched_tokens,
             prefix=self.prefix,
+            tiers=tiers,
         )
+        if tiers is not None:
+            for name in self.prefill_ranks:
+                self.hub.send(name, tiers.attachment)
         exports = {r: ready[name].export for r, name in enumerate(self.prefill_ranks)}
         for name in self.decode_ranks:
             self.hub.send(name, Connect(source.layout, source.num_blocks, exports))
@@ -123,6 +131,8 @@ class Deployment:
                 self.hub.send(name, Shutdown())
             except KvflowError:
                 continue  # it is gone already
+        if self._reader is not None:
+            await self.prefill.close()
 
     def _send_step(self, step: RunStep) -> None:
         for name in self.prefill_ranks:
@@ -223,8 +233,8 @@ class Deployment:
         source = self.prefill.source(request.request_id)
         live = self._live[request.request_id] = _Live(name)
         self._load[name] += 1
-        prompt_len = len(request.prompt)
-        admit = Admit(request.request_id, prompt_len, first.token, request.sampling, source)
+        prompt = list(request.prompt)
+        admit = Admit(request.request_id, prompt, first.token, request.sampling, source)
         self.hub.send(name, admit)
         return live
 
@@ -254,30 +264,11 @@ class Deployment:
         return self.failure is None
 
     def metrics(self) -> Sequence[Metric]:
-        """Requests by outcome, prefill steps and pools, and every gauge of every rank."""
+        """Requests by outcome, the prefill engine's numbers, and every gauge of every rank."""
         requests = [Sample(float(n), {"outcome": o}) for o, n in self.num_requests.items()]
-        blocks = [
-            Sample(float(count), {"group": name, "state": state})
-            for name, pool in self.prefill.pools.items()
-            for state, count in (
-                ("free", pool.num_free),
-                ("used", pool.count("used")),
-                ("pinned", pool.count("pinned")),
-                ("quarantined", pool.count("quarantined")),
-            )
-        ]
-        queue = [
-            Sample(float(self.prefill.num_waiting), {"state": "waiting"}),
-            Sample(float(self.prefill.num_running), {"state": "running"}),
-        ]
-        steps = [Sample(float(self.prefill.num_steps))]
-        seconds = [Sample(self.prefill.model_seconds)]
         return (
             Metric("kvflow_engine_requests_total", "Requests by outcome.", "counter", requests),
-            Metric("kvflow_prefill_steps_total", "Prefill steps begun.", "counter", steps),
-            Metric("kvflow_prefill_model_seconds_total", "Time in steps.", "counter", seconds),
-            Metric("kvflow_prefill_requests", "Requests in the prefill engine.", "gauge", queue),
-            Metric("kvflow_prefill_blocks", "Blocks of the prefill pools.", "gauge", blocks),
+            *prefill_metrics(self.prefill),
             Metric("kvflow_rank", "Gauges of each rank.", "gauge", _by_rank(self.gauges)),
             Metric(
                 "kvflow_rank_total", "Counters of each rank.", "counter", _by_rank(self.counters)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from zlib import crc32
 
 import numpy as np
 from attrs import frozen
@@ -10,7 +11,7 @@ from kvflow.engine.messages import StepItem
 from kvflow.layouts.chunks import BalancedChunks
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
-from kvflow.layouts.sharding import Ints
+from kvflow.layouts.sharding import Ints, Replicated
 from kvflow.models.kvstep import KVStep
 from kvflow.transfers.executors.base import RankCache
 
@@ -78,5 +79,19 @@ def balanced_deal(ranks: Sequence[tuple[int, ...]]) -> Deal:
             deals.append(Placement(chunks, tuple(ranks)))
             before += item.stop - item.start
         return deals
+
+    return deal
+
+
+def by_request_deal(ranks: Sequence[tuple[int, ...]]) -> Deal:
+    """All tokens of a request on one of several groups of ranks, the same in every step: a function
+    of its id."""
+
+    def deal(items: Sequence[StepItem]) -> list[Placement]:
+        homes = [ranks[crc32(item.request_id.encode()) % len(ranks)] for item in items]
+        return [
+            Placement(Replicated(item.start, item.stop), (home,))
+            for item, home in zip(items, homes, strict=True)
+        ]
 
     return deal

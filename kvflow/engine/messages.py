@@ -21,10 +21,22 @@ class BlockCopy(Struct, frozen=True):
     tables: dict[str, list[int]]
 
 
+class UnitRows(Struct, frozen=True):
+    """The positions [start, stop) of a request in units of the host tier: the first unit begins at
+    `start`. `labels` are what the units must be labelled with when they are read."""
+
+    start: int
+    stop: int
+    units: list[int]
+    labels: list[bytes] = []
+
+
 class StepItem(Struct, frozen=True):
     """One request's share of a step: `tokens` at positions [start, start + len(tokens)).
     `next_token` is the prompt's token behind them, None if `sampling` decides it in this step.
-    `tables` are the request's block tables by group. `copy` comes before any rank computes."""
+    `tables` are the request's block tables by group. Before any rank computes come `copy`, then
+    `load`; behind come `store`. Up to `num_drafts` drafts are tried behind the token that is
+    sampled."""
 
     request_id: str
     start: int
@@ -33,6 +45,9 @@ class StepItem(Struct, frozen=True):
     tables: dict[str, list[int]]
     sampling: SamplingParams | None
     copy: BlockCopy | None = None
+    load: UnitRows | None = None
+    store: list[UnitRows] = []
+    num_drafts: int = 0
 
     @property
     def stop(self) -> int:
@@ -47,12 +62,22 @@ class RunStep(Struct, frozen=True, tag=True):
 
 
 class StepDone(Struct, frozen=True, tag=True):
-    """From a prefill rank: the tokens it sampled, by request, and the step's seconds."""
+    """From a prefill rank: the tokens it sampled, by request, and the step's seconds. `refused`
+    names requests whose loads did not hold what they should; they must be computed anew."""
 
     step_id: int
     rank: int
     sampled: dict[str, Sampled]
     seconds: float
+    refused: list[str] = []
+
+
+class AttachTier(Struct, frozen=True, tag=True):
+    """To a prefill rank: map the host tier's memory, units of `unit_size` tokens."""
+
+    name: str
+    unit_size: int
+    num_units: int
 
 
 class Source(Struct, frozen=True):
@@ -76,7 +101,7 @@ class Admit(Struct, frozen=True, tag=True):
     """To a decode rank: take over a request behind its first token."""
 
     request_id: str
-    prompt_len: int
+    prompt: list[int]
     first_token: int
     sampling: SamplingParams
     source: Source
@@ -141,7 +166,7 @@ class RankFailed(Struct, frozen=True, tag=True):
     error: str
 
 
-ToRank = RunStep | Connect | Admit | Abort | Shutdown
+ToRank = RunStep | AttachTier | Connect | Admit | Abort | Shutdown
 FromRank = Ready | StepDone | Generated | TransferEnded | RequestFailed | Gauges | RankFailed
 
 

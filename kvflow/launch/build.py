@@ -5,9 +5,12 @@ from collections.abc import Callable
 import torch
 
 from kvflow.comm import Comm
-from kvflow.comm.local import LocalComm
 from kvflow.engine.decode import DecodeEngine
+from kvflow.engine.decode.turns import follow
+from kvflow.engine.decode.worker import DecodeWorker
 from kvflow.engine.mailbox import Mailbox
+from kvflow.engine.memory import by_request_deal
+from kvflow.engine.pagedstep import PagedMemory
 from kvflow.engine.ranks import serve_prefill
 from kvflow.engine.runner import StepRunner
 from kvflow.launch.config import LaunchConfig
@@ -31,24 +34,28 @@ def prefill_rank(
 
 
 def decode_rank(
-    config: LaunchConfig, mailbox: Mailbox, make_endpoint: MakeEndpoint
-) -> tuple[DecodeEngine, Endpoint]:
-    """A decode rank's engine, and the endpoint to close afterwards."""
-    model = _model(config, 0, 1)
+    config: LaunchConfig, comm: Comm, mailbox: Mailbox, make_endpoint: MakeEndpoint
+) -> tuple[Callable[[], None], Endpoint]:
+    """What rank ``comm.rank`` of a decode group runs, and the endpoint to close afterwards."""
+    model = _model(config, comm.rank, comm.size)
     layout = config.decode_layout(model.spec)
     num_blocks = layout.num_blocks_for(config.decode_kv_tokens)
-    cache = RankCache.allocate(layout, 0, num_blocks)
+    cache = RankCache.allocate(layout, comm.rank, num_blocks)
     endpoint = make_endpoint(cache)
+    homes = by_request_deal([(rank,) for rank in range(comm.size)])
+    runner = StepRunner(model, PagedMemory(layout, cache, comm), comm, homes)
+    worker = DecodeWorker(runner, num_blocks, endpoint, verify_transfers=config.verify_transfers)
+    if comm.rank:
+        return lambda: follow(worker, comm), endpoint
     engine = DecodeEngine(
-        StepRunner.over(model, layout, cache, LocalComm()),
-        num_blocks,
-        endpoint,
+        worker,
         mailbox,
         config.eos_ids(),
+        comm,
         max_batch=config.max_num_seqs,
-        verify_transfers=config.verify_transfers,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    return engine, endpoint
+    return engine.serve, endpoint
 
 
 def _model(config: LaunchConfig, rank: int, size: int) -> Glm:

@@ -12,10 +12,10 @@ from kvflow.engine.mailbox import Hub
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.errors import LayoutError
 from kvflow.layouts.layout import KVLayout
-from kvflow.layouts.mesh import Axis, Mesh, Placement
+from kvflow.layouts.mesh import Axis, Mesh
 from kvflow.layouts.paging import Paged
 from kvflow.layouts.record import KVDType
-from kvflow.layouts.sharding import Replicated, RoundRobin
+from kvflow.layouts.sharding import RoundRobin
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.layouts.values import integer, positive
 from kvflow.transfers.cost import Costs
@@ -26,14 +26,20 @@ ComputeDType = Literal["float32", "float64"]
 
 @frozen
 class LaunchConfig:
-    """Sizes are in tokens. ``pcp`` prefill ranks; ``dcp`` shards their cache over the same ranks
-    and divides ``pcp``; ``decode_ranks`` data-parallel decode ranks."""
+    """Sizes are in tokens. ``pcp`` x ``tp`` prefill ranks; ``dcp`` shards their cache over the same
+    ranks and divides their number. ``decode_ranks`` data-parallel decode groups; in each,
+    ``decode_tp`` ranks share the heads and ``decode_dcp`` the cache: the larger is the number of
+    ranks of a group, and a multiple of the smaller."""
 
     model: Path = field(converter=Path)
     pcp: int = field(default=1, converter=integer, validator=positive)
     dcp: int = field(default=1, converter=integer, validator=positive)
     interleave: int = field(default=1, converter=integer, validator=positive)
+    tp: int = field(default=1, converter=integer, validator=positive)
     decode_ranks: int = field(default=1, converter=integer, validator=positive)
+    decode_tp: int = field(default=1, converter=integer, validator=positive)
+    decode_dcp: int = field(default=1, converter=integer, validator=positive)
+    decode_interleave: int = field(default=1, converter=integer, validator=positive)
     prefill_block: int = field(default=64, converter=integer, validator=positive)
     decode_block: int = field(default=64, converter=integer, validator=positive)
     kv_dtype: KVDType = "fp8"
@@ -59,8 +65,15 @@ class LaunchConfig:
                 raise LayoutError(
                     f"{name} = {getattr(self, name)!r}, must be one of {list(get_args(choices))}"
                 )
-        if self.pcp % self.dcp:
-            raise LayoutError(f"dcp {self.dcp} must divide pcp {self.pcp}: it adds no ranks")
+        if self.prefill_size % self.dcp:
+            raise LayoutError(
+                f"dcp {self.dcp} must divide pcp {self.pcp} x tp {self.tp}: it adds no ranks"
+            )
+        if self.decode_size % min(self.decode_tp, self.decode_dcp):
+            raise LayoutError(
+                f"decode_tp {self.decode_tp} and decode_dcp {self.decode_dcp}: one must divide the "
+                f"other, they share ranks"
+            )
         for name in ("prefill_kv_tokens", "decode_kv_tokens"):
             if getattr(self, name) < self.max_model_len:
                 raise LayoutError(
@@ -68,9 +81,27 @@ class LaunchConfig:
                 )
 
     @property
+    def prefill_size(self) -> int:
+        """Ranks of the prefill engine."""
+        return self.pcp * self.tp
+
+    @property
+    def decode_size(self) -> int:
+        """Ranks of one decode group."""
+        return max(self.decode_tp, self.decode_dcp)
+
+    @property
     def prefill_mesh(self) -> Mesh:
-        """DCP acts on the PCP ranks."""
-        return Mesh((Axis("pcp", self.pcp), Axis("dcp", self.dcp, over=("pcp",))))
+        """DCP acts on the PCP x TP ranks."""
+        over = ("pcp", "tp")
+        return Mesh((Axis("pcp", self.pcp), Axis("tp", self.tp), Axis("dcp", self.dcp, over=over)))
+
+    @property
+    def decode_mesh(self) -> Mesh:
+        """Requests are dealt to "home" groups of TP ranks; DCP acts on all ranks."""
+        home, dcp = self.decode_size // self.decode_tp, self.decode_dcp
+        over = ("home", "tp")
+        return Mesh((Axis("home", home), Axis("tp", self.decode_tp), Axis("dcp", dcp, over=over)))
 
     def prefill_layout(self, spec: KVCacheSpec) -> KVLayout:
         """Round-robin over the DCP axis; ranks with one DCP coordinate are replicas."""
@@ -79,17 +110,23 @@ class LaunchConfig:
         return KVLayout.uniform(spec, placement, Paged(self.prefill_block))
 
     def decode_layout(self, spec: KVCacheSpec) -> KVLayout:
-        """One decode rank holds every token of its requests."""
-        placement = Placement.simple(Replicated())
+        """Every token of a group's requests on one of its ranks; on each without DCP."""
+        deal = RoundRobin(self.decode_dcp, self.decode_interleave)
+        placement = self.decode_mesh.place(deal, "dcp")
         return KVLayout.uniform(spec, placement, Paged(self.decode_block))
 
     @property
     def prefill_names(self) -> tuple[str, ...]:
-        return tuple(f"prefill-{r}" for r in range(self.pcp))
+        return tuple(f"prefill-{r}" for r in range(self.prefill_size))
 
     @property
     def decode_names(self) -> tuple[str, ...]:
+        """The leaders of the decode groups, which the front talks to."""
         return tuple(f"decode-{r}" for r in range(self.decode_ranks))
+
+    def decode_group(self, name: str) -> tuple[str, ...]:
+        """All ranks of a decode group by its leader's name, which comes first."""
+        return (name, *(f"{name}.{r}" for r in range(1, self.decode_size)))
 
     @property
     def model_name(self) -> str:

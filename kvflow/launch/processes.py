@@ -13,7 +13,7 @@ import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from kvflow.comm import Comm
 from kvflow.comm.dist import connect_gloo, disconnect
+from kvflow.comm.local import LocalComm
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import ZmqHub, ZmqMailbox
 from kvflow.engine.ranks import guarded
@@ -32,6 +34,7 @@ from kvflow.transfers.executors.base import Endpoint, RankCache
 
 _JOIN_S = 3.0
 _COLLECTIVE_TIMEOUT_S = 600.0
+_IDLE_S = 30 * 86400.0  # ranks of a decode group wait for its leader's next turn in a collective
 
 
 @contextlib.asynccontextmanager
@@ -43,23 +46,26 @@ async def process_deployment(
     without NIXL, and `KvflowError` if a rank cannot start."""
     _require_nixl()
     context, key = mp.get_context("spawn"), secrets.token_bytes(32)
-    num_ranks = config.pcp + config.decode_ranks
+    num_ranks = config.prefill_size + config.decode_ranks * config.decode_size
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     with tempfile.TemporaryDirectory(prefix="kvflow-") as directory:
         address = f"ipc://{Path(directory) / 'front'}"
         hub = ZmqHub(address)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        stores = [_store() for _ in range(1 + config.decode_ranks)]
         processes: dict[str, BaseProcess] = {}
         for rank, name in enumerate(config.prefill_names):
             processes[name] = context.Process(
                 target=_prefill_main,
-                args=(config, name, address, key, threads, rank, store.port),
+                args=(config, name, address, key, threads, rank, stores[0].port),
                 name=name,
             )
-        for name in config.decode_names:
-            processes[name] = context.Process(
-                target=_decode_main, args=(config, name, address, key, threads), name=name
-            )
+        for leader, store in zip(config.decode_names, stores[1:], strict=True):
+            for rank, name in enumerate(config.decode_group(leader)):
+                processes[name] = context.Process(
+                    target=_decode_main,
+                    args=(config, name, address, key, threads, rank, store.port),
+                    name=name,
+                )
         deployment = config.deployment(hub)
         watcher: asyncio.Task[None] | None = None
         try:
@@ -74,6 +80,10 @@ async def process_deployment(
             await deployment.close()
             await asyncio.to_thread(_end, list(processes.values()))
             hub.close()
+
+
+def _store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _require_nixl() -> None:
@@ -154,6 +164,17 @@ def _nixl_endpoint(key: bytes, config: LaunchConfig, cache: RankCache) -> Endpoi
     return NixlEndpoint(cache, key, costs=config.costs())
 
 
+@contextlib.contextmanager
+def _group(rank: int, size: int, port: int, timeout_s: float) -> Iterator[Comm]:
+    """The ranks of an engine or a decode group; one alone needs no gloo."""
+    if size == 1:
+        yield LocalComm()
+        return
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    yield connect_gloo(rank, size, store, timeout_s=timeout_s)
+    disconnect()
+
+
 def _prefill_main(
     config: LaunchConfig, name: str, address: str, key: bytes, threads: int, rank: int, port: int
 ) -> None:
@@ -161,25 +182,27 @@ def _prefill_main(
     mailbox = ZmqMailbox(name, address)
 
     def serve() -> None:
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        comm = connect_gloo(rank, config.pcp, store, timeout_s=_COLLECTIVE_TIMEOUT_S)
-        run, endpoint = prefill_rank(config, comm, mailbox, partial(_nixl_endpoint, key, config))
-        with contextlib.closing(endpoint):
-            run()
-        disconnect()
+        with _group(rank, config.prefill_size, port, _COLLECTIVE_TIMEOUT_S) as comm:
+            make = partial(_nixl_endpoint, key, config)
+            run, endpoint = prefill_rank(config, comm, mailbox, make)
+            with contextlib.closing(endpoint):
+                run()
 
     guarded(mailbox, serve)
     mailbox.close()
 
 
-def _decode_main(config: LaunchConfig, name: str, address: str, key: bytes, threads: int) -> None:
+def _decode_main(
+    config: LaunchConfig, name: str, address: str, key: bytes, threads: int, rank: int, port: int
+) -> None:
     _enter(threads)
     mailbox = ZmqMailbox(name, address)
 
     def serve() -> None:
-        engine, endpoint = decode_rank(config, mailbox, partial(_nixl_endpoint, key, config))
-        with contextlib.closing(endpoint):
-            engine.serve()
+        with _group(rank, config.decode_size, port, _IDLE_S) as comm:
+            run, endpoint = decode_rank(config, comm, mailbox, partial(_nixl_endpoint, key, config))
+            with contextlib.closing(endpoint):
+                run()
 
     guarded(mailbox, serve)
     mailbox.close()

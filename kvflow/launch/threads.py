@@ -28,7 +28,7 @@ async def thread_deployment(
     Each thread bears its rank's name and makes its endpoint with `make_endpoint(cache, fabric)`.
     """
     hub, fabric = ThreadHub(), LocalFabric()
-    group = ThreadGroup(config.pcp, _IDLE_S)
+    group = ThreadGroup(config.prefill_size, _IDLE_S)
 
     def run_prefill(rank: int) -> None:
         mailbox = boxes[config.prefill_names[rank]]
@@ -46,21 +46,31 @@ async def thread_deployment(
         finally:
             group.leave(rank, "it has ended")
 
-    def run_decode(name: str) -> None:
+    def run_decode(name: str, rank: int, members: ThreadGroup) -> None:
         mailbox = boxes[name]
 
         def serve() -> None:
-            engine, endpoint = decode_rank(
-                config, mailbox, lambda cache: make_endpoint(cache, fabric)
+            run, endpoint = decode_rank(
+                config,
+                ThreadComm(members, rank),
+                mailbox,
+                lambda cache: make_endpoint(cache, fabric),
             )
             with contextlib.closing(endpoint):
-                engine.serve()
+                run()
 
-        guarded(mailbox, serve)
+        try:
+            guarded(mailbox, serve)
+        finally:
+            members.leave(rank, "it has ended")
 
-    boxes = {name: hub.mailbox(name) for name in (*config.prefill_names, *config.decode_names)}
+    decode = {leader: config.decode_group(leader) for leader in config.decode_names}
+    names = (*config.prefill_names, *(name for group in decode.values() for name in group))
+    boxes = {name: hub.mailbox(name) for name in names}
     threads = [_thread(name, run_prefill, r) for r, name in enumerate(config.prefill_names)]
-    threads += [_thread(name, run_decode, name) for name in config.decode_names]
+    for ranks in decode.values():
+        members = ThreadGroup(len(ranks), _IDLE_S)
+        threads += [_thread(name, run_decode, name, r, members) for r, name in enumerate(ranks)]
     deployment = config.deployment(hub)
     try:
         await deployment.start()

@@ -14,6 +14,7 @@ from rank_group import SENTINEL, TOKENS, Group, blocks_for, item
 
 from kvflow.comm.local import LocalComm
 from kvflow.engine.decode import DecodeEngine
+from kvflow.engine.decode.worker import DecodeWorker
 from kvflow.engine.messages import (
     Abort,
     Admit,
@@ -86,16 +87,14 @@ class World:
         layout = KVLayout.uniform(model.spec, Placement.simple(Replicated()), Paged(BLOCK))
         self.cache = RankCache.allocate(layout, 0, {"kv": num_blocks}, fill=SENTINEL)
         self.box, self.next_block, self.requests = Script(), 0, {}
-        self.engine = DecodeEngine(
+        worker = DecodeWorker(
             StepRunner.over(model, layout, self.cache, LocalComm()),
             {"kv": num_blocks},
             LocalEndpoint(self.cache, self.fabric, gate),
-            self.box,
-            frozenset(),
             transfer_timeout=timeout,
             verify_transfers=True,
-            **changes,
         )
+        self.engine = DecodeEngine(worker, self.box, frozenset(), **changes)
         self.bounds = []
 
     @property
@@ -118,9 +117,9 @@ class World:
         one = item(name, 0, length, table, tokens=tokens)
         first = self.group.run([[one]])[1][name]
         self.requests[name] = request(name, tokens[:length], greedy(max_tokens))
-        plan = plan_transfer(self.group.layout, self.engine.runner.layout, (0, length))
+        plan = plan_transfer(self.group.layout, self.engine.worker.layout, (0, length))
         source = Source({"kv": table}, length, plan.digest)
-        return Admit(name, length, first, greedy(max_tokens), source)
+        return Admit(name, tokens[:length], first, greedy(max_tokens), source)
 
     def turn(self, until, seconds=20.0):
         end = time.monotonic() + seconds
@@ -163,7 +162,7 @@ def make():
     for world in worlds:
         if world.gate is not None:
             world.gate.open.set()
-        world.engine._puller.shutdown(wait=True)
+        world.engine.worker.close()
 
 
 def test_requests_are_taken_over_and_finish(make):
@@ -232,7 +231,7 @@ def test_d01_late_writes_of_a_failed_pull_meet_quarantined_blocks(make):
     world.assert_right("b")
     world.turns()
     assert world.sent(Generated, "c") == []
-    assert not world.engine.endpoint.quiesced()
+    assert not world.engine.worker.endpoint.quiesced()
     world.gate.open.set()
     world.turn(lambda: world.finished("c"))
     world.assert_right("c")
@@ -322,7 +321,7 @@ def _tampered(admit, kind):
     }[kind]
     values = {"tables": source.tables, "length": source.length, "digest": source.digest} | changed
     return Admit(
-        admit.request_id, admit.prompt_len, admit.first_token, admit.sampling, Source(**values)
+        admit.request_id, admit.prompt, admit.first_token, admit.sampling, Source(**values)
     )
 
 
@@ -378,7 +377,7 @@ def test_a_request_that_can_never_fit_fails_with_both_numbers(make):
     world.connect()
     world.tell(world.prefill("a", 30, 5))
     world.turn(lambda: world.sent(RequestFailed, "a"))
-    assert "35 tokens need 9 blocks, the decode pool has 8" in (
+    assert "34 tokens need 9 blocks, the decode pool 'kv' has 8" in (
         world.sent(RequestFailed, "a")[0].error
     )
 

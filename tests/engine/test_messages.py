@@ -70,7 +70,7 @@ values = st.dictionaries(names, st.integers(0, 2**40) | names | st.lists(names),
 to_rank = st.one_of(
     st.builds(RunStep, st.integers(0, 2**40), st.lists(items, max_size=3)),
     st.builds(Connect, values, counts, st.dictionaries(st.integers(0, 99), st.binary(max_size=9))),
-    st.builds(Admit, names, st.integers(1, 2**40), st.integers(0, 2**31), sampling, sources),
+    st.builds(Admit, names, st.lists(st.integers(0, 2**31), max_size=4), st.integers(0, 2**31), sampling, sources),
     st.builds(Abort, names),
     st.just(Shutdown()),
 )
@@ -131,7 +131,7 @@ def test_a_message_for_the_other_side_or_with_wrong_types_is_refused():
 
 
 def test_unlawful_sampling_does_not_arrive():
-    message = Admit("a", 3, 1, SamplingParams(4), Source({}, 3, "d"))
+    message = Admit("a", [7, 8, 9], 1, SamplingParams(4), Source({}, 3, "d"))
     plain = msgspec.msgpack.decode(encode(message))
     plain["sampling"]["temperature"] = -1.0
     with pytest.raises((msgspec.ValidationError, InvalidRequest), match=r"temperature is -1\.0"):

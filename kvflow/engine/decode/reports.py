@@ -1,0 +1,36 @@
+"""What a decode group tells the front: transfers as one, and its load and pools as gauges."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvflow.engine.blocks import BlockPool
+from kvflow.engine.decode.requests import Decoding, Phase
+
+
+def joined_report(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of a transfer that several ranks did parts of: counts add up, the time is that of
+    the slowest, and it is verified if every part was."""
+    first = dict(reports[0])
+    for key in ("nbytes", "num_descriptors", "num_links", "num_parts"):
+        first[key] = sum(report[key] for report in reports)
+    first["seconds"] = max(report["seconds"] for report in reports)
+    first["strategies"] = tuple(sorted({s for report in reports for s in report["strategies"]}))
+    verdicts = [report["verified"] for report in reports]
+    first["verified"] = None if None in verdicts else all(verdicts)
+    return first
+
+
+def load_of(requests: Sequence[Decoding]) -> dict[str, float]:
+    """Requests by phase."""
+    return {p.value: float(sum(r.phase is p for r in requests)) for p in Phase}
+
+
+def pool_gauges(pools: Mapping[str, BlockPool]) -> dict[str, float]:
+    """Blocks by group and holding. Raises `KvflowError` if a pool has lost one."""
+    gauges = {}
+    for name, pool in pools.items():
+        pool.audit()
+        gauges[f"free_blocks.{name}"] = float(pool.num_free)
+        gauges[f"used_blocks.{name}"] = float(pool.count("used"))
+        gauges[f"quarantined_blocks.{name}"] = float(pool.count("quarantined"))
+    return gauges
