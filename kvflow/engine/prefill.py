@@ -13,36 +13,29 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import define, field
 
 from kvflow.engine.api import InvalidRequest, Overloaded, Request
-from kvflow.engine.blocks import Holding
 from kvflow.engine.messages import RunStep, Source, StepDone, StepItem
-from kvflow.engine.prefix.cache import Lease, PrefixCache, Tables, Trail
+from kvflow.engine.prefill_kv import PrefillKV, RequestKV
 from kvflow.engine.prefix.config import PrefixConfig
-from kvflow.engine.prefix.hashes import Chain, PrefixHasher
 from kvflow.engine.prefix.pool import SharedBlockPool
 from kvflow.engine.sampling import Sampled
 from kvflow.engine.shares import deal_budget
+from kvflow.engine.tiers.manager import Tiers
 from kvflow.errors import KvflowError
-from kvflow.layouts.identity import ContentIdentity
 from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.handshake import Agreement, agree
 
 
 @define(eq=False)
 class _Prefill:
-    """One request inside the engine. `sources` are held until its first step has copied from them,
-    `begun` says that this step was sent; `unread` holds the source ranks not yet acknowledged."""
+    """One request inside the engine. `unread` holds the source ranks not yet acknowledged."""
 
     request: Request
-    chain: Chain
+    kv: RequestKV
     outcome: "asyncio.Future[Sampled]"
-    lease: Lease = field(factory=lambda: Lease({}))
-    sources: Tables = field(factory=dict)
-    holding: Holding = "used"
-    trail: Trail = field(factory=Trail)
     done: int = 0
-    begun: bool = False
     in_step: bool = False
     aborted: bool = False
+    preempted: bool = False
     unread: set[int] = field(factory=set)
 
     @property
@@ -64,11 +57,10 @@ class PrefillEngine:
     max_num_batched_tokens: int = 2048
     max_waiting: int = 256
     prefix: PrefixConfig = field(factory=lambda: PrefixConfig(enabled=False))
+    tiers: Tiers | None = None
     num_steps: int = field(init=False, default=0)
     model_seconds: float = field(init=False, default=0.0)
-    num_reused: dict[str, int] = field(init=False)
-    cache: PrefixCache = field(init=False)
-    _hasher: PrefixHasher = field(init=False)
+    kv: PrefillKV = field(init=False)
     _terms: Agreement = field(init=False)
     _waiting: deque[_Prefill] = field(init=False, factory=deque)
     _running: list[_Prefill] = field(init=False, factory=list)
@@ -78,18 +70,12 @@ class PrefillEngine:
 
     def __attrs_post_init__(self) -> None:
         self._terms = agree(self.layout, self.target)
-        self.cache = PrefixCache(self.layout, self.num_blocks)
-        self.num_reused = {"device": 0}
-        self._hasher = PrefixHasher(
-            ContentIdentity.of(self.layout.spec).fingerprint,
-            self.prefix.block_size or self.layout.groups[0].paging.block_size,
-            shifted=bool(self.layout.spec.select(part="mtp")),
-        )
+        self.kv = PrefillKV(self.layout, self.num_blocks, self.prefix, self.tiers)
 
     @property
     def pools(self) -> Mapping[str, SharedBlockPool]:
         """Who holds which blocks, by group."""
-        return self.cache.pools
+        return self.kv.cache.pools
 
     # --- requests
 
@@ -112,9 +98,8 @@ class PrefillEngine:
         self.check(request)
         if request.request_id in self._held:
             raise KvflowError(f"request {request.request_id!r} is in the engine already")
-        known = request.prompt if self.prefix.enabled else ()
-        chain = self._hasher.chain(known, request.cache_salt)
-        work = _Prefill(request, chain, asyncio.get_running_loop().create_future())
+        future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        work = _Prefill(request, self.kv.of(request), future)
         self._held[request.request_id] = work
         self._waiting.append(work)
         self._schedule()
@@ -123,7 +108,7 @@ class PrefillEngine:
     def cached_tokens(self, request_id: str) -> int:
         """How many tokens of a prefilled request's prompt were reused, 0 for an unknown one."""
         work = self._held.get(request_id)
-        return work.lease.length if work is not None else 0
+        return work.kv.cached_tokens if work is not None else 0
 
     def source(self, request_id: str) -> Source:
         """The source binding of a prefilled request, for its one reader; from now on the blocks
@@ -135,7 +120,7 @@ class PrefillEngine:
             raise KvflowError(f"request {request_id!r} has no prefilled KV to read")
         plan = self._terms.plan((0, length))
         work.unread = {src_rank for src_rank, _ in plan.links}
-        return Source(work.lease.tables, length, plan.digest)
+        return Source(work.kv.tables, length, plan.digest)
 
     def acknowledge(self, request_id: str, src_ranks: Sequence[int]) -> None:
         """The reader will read these source ranks no more. Late and repeated ones are ignored."""
@@ -160,6 +145,19 @@ class PrefillEngine:
             self._free(work)
             self._schedule()
 
+    def preempt(self, request_id: str) -> None:
+        """Takes a running request's blocks after the step it is in, and lets it wait again; what
+        it computed stays indexed. A request whose last step runs ends with it. Unknown ids and
+        those of requests that do not run are ignored."""
+        work = self._held.get(request_id)
+        if work is None or work not in self._running:
+            return
+        if work.in_step:
+            work.preempted = True
+        else:
+            self._restart(work)
+            self._schedule()
+
     def fail(self, error: BaseException) -> None:
         """A rank is gone: every unfinished request ends with `error`."""
         for work in list(self._held.values()):
@@ -170,8 +168,8 @@ class PrefillEngine:
         """Forgets every prefix, in all tiers; blocks of requests inside the engine stay theirs,
         but are not indexed any more. Returns how many blocks of tokens each tier forgot."""
         for work in self._held.values():
-            work.trail.ended = work not in self._waiting
-        return {"device": self.cache.index.clear()}
+            work.kv.trail.ended = work not in self._waiting
+        return self.kv.reset()
 
     # --- steps
 
@@ -183,34 +181,37 @@ class PrefillEngine:
         shares = deal_budget([w.remaining for w in self._running], self.max_num_batched_tokens)
         self._step = [(self._running[index], count) for index, count in shares]
         items = [self._item(work, count) for work, count in self._step]
-        for work, _ in self._step:
-            work.in_step = work.begun = True
         if items:
             self.num_steps += 1
             self.send_step(RunStep(self.num_steps, items))
 
     def _admit(self) -> None:
-        while self._waiting:
-            work = self._waiting[0]
-            length = len(work.request.prompt)
-            match = self.cache.index.match(work.chain, length - 1)
-            lease = self.cache.lease(match, length)
-            if lease is None:
-                return
-            work.lease, work.sources, work.done = lease, lease.sources, lease.length
+        while self._waiting and self._begin(self._waiting[0]):
             self._running.append(self._waiting.popleft())
+
+    def _begin(self, work: _Prefill) -> bool:
+        """Gives a request its blocks, if there is room."""
+        start = self.kv.begin(work.kv)
+        if start is None:
+            return False
+        work.done = start
+        return True
 
     def _item(self, work: _Prefill, count: int) -> StepItem:
         prompt, stop = work.request.prompt, work.done + count
         last = stop == len(prompt)
+        copy, load, store = self.kv.moves(work.kv, work.done, stop)
+        work.in_step = True
         return StepItem(
             work.request.request_id,
             work.done,
             list(prompt[work.done : stop]),
             None if last else prompt[stop],
-            work.lease.tables,
+            work.kv.tables,
             work.request.sampling if last else None,
-            copy=None if work.begun else work.lease.copy,
+            copy=copy,
+            load=load,
+            store=store,
         )
 
     def on_step_done(self, answer: StepDone) -> None:
@@ -225,43 +226,61 @@ class PrefillEngine:
         answers, self._answers = self._answers, {}
         self.model_seconds += max(a.seconds for a in answers.values())
         sampled = {k: s for a in answers.values() for k, s in a.sampled.items()}
+        refused = {name for a in answers.values() for name in a.refused}
         step, self._step = self._step, []
         for work, count in step:
             work.done += count
             work.in_step = False
         for work, _ in step:
-            self._settle(work, sampled.get(work.request.request_id))
+            name = work.request.request_id
+            if name in refused:
+                self._refuse(work)
+            else:
+                self._settle(work, sampled.get(name))
         self._schedule()
 
     def _settle(self, work: _Prefill, sampled: Sampled | None) -> None:
-        token = sampled.token if sampled is not None else None
-        self.cache.publish(work.chain, work.trail, work.lease.tables, work.done, token)
-        self._free_sources(work)
+        """What the step computed is known from now on; then the request goes its way."""
+        self.kv.end_step(work.kv, work.done, sampled.token if sampled is not None else None)
         if work.aborted:
             self._free(work)
         elif work.done == len(work.request.prompt):
             self._running.remove(work)
-            self.cache.hold(work.lease.tables, "used", "pinned")
-            work.holding = "pinned"
+            self.kv.pin(work.kv)
             if sampled is None:
                 work.outcome.set_exception(KvflowError("no rank sampled the first token"))
             elif not work.outcome.done():
-                self.num_reused["device"] += work.lease.length
+                self.kv.count(work.kv)
                 work.outcome.set_result(sampled)
+        elif work.preempted:
+            self._restart(work)
 
-    def _free_sources(self, work: _Prefill) -> None:
-        """The copy that read them is done, or will never begin."""
-        self.cache.free(work.sources)
-        work.sources = {}
+    def _refuse(self, work: _Prefill) -> None:
+        """The request has read rows that were not its own: it begins anew."""
+        self.kv.refuse_load(work.kv)
+        if work.aborted:
+            self._free(work)
+        else:
+            self._restart(work)
+
+    def _restart(self, work: _Prefill) -> None:
+        """The request gives its blocks back and waits, ahead of all others."""
+        self._running.remove(work)
+        self.kv.free(work.kv)
+        work.done, work.preempted = 0, False
+        self._waiting.appendleft(work)
 
     def _free(self, work: _Prefill) -> None:
         self._held.pop(work.request.request_id, None)
         for queue in (self._waiting, self._running):
             if work in queue:
                 queue.remove(work)
-        self._free_sources(work)
-        self.cache.free(work.lease.tables, work.holding)
-        work.lease = Lease({})
+        self.kv.free(work.kv)
+
+    async def close(self) -> None:
+        """Ends the tiers; no step may be sent any more."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     @property
     def num_waiting(self) -> int:
@@ -274,4 +293,4 @@ class PrefillEngine:
     def audit(self) -> None:
         """Raises `KvflowError` if a block is lost, indexed wrongly, or held although the engine is
         idle."""
-        self.cache.audit(idle=not self._held)
+        self.kv.audit(idle=not self._held)

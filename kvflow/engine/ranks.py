@@ -4,9 +4,18 @@ import time
 from collections.abc import Callable, Mapping
 
 from kvflow.engine.mailbox import Mailbox
-from kvflow.engine.messages import Gauges, RankFailed, Ready, RunStep, Shutdown, StepDone
+from kvflow.engine.messages import (
+    AttachTier,
+    Gauges,
+    RankFailed,
+    Ready,
+    RunStep,
+    Shutdown,
+    StepDone,
+)
 from kvflow.engine.prefix.rows import RowCopier
 from kvflow.engine.runner import StepRunner
+from kvflow.engine.tiers.rows import UnitPort
 from kvflow.errors import KvflowError
 from kvflow.layouts.wire import layout_to_wire
 from kvflow.transfers.executors.base import Endpoint
@@ -15,23 +24,44 @@ from kvflow.transfers.executors.base import Endpoint
 def serve_prefill(
     runner: StepRunner, num_blocks: Mapping[str, int], endpoint: Endpoint, mailbox: Mailbox
 ) -> None:
-    """A prefill rank: runs the steps it is given until `Shutdown`. Rows that a step takes over are
-    there before it computes."""
-    layout = layout_to_wire(runner.memory.layout)
-    rows = RowCopier(runner.memory.layout, runner.memory.cache, num_blocks)
-    mailbox.send(Ready(layout, dict(num_blocks), endpoint.name, endpoint.export()))
+    """A prefill rank: runs the steps it is given until `Shutdown`."""
+    memory = runner.memory
+    rows = RowCopier(memory.layout, memory.cache, num_blocks)
+    port: UnitPort | None = None
+    mailbox.send(
+        Ready(layout_to_wire(memory.layout), dict(num_blocks), endpoint.name, endpoint.export())
+    )
     while True:
         for message in mailbox.receive(None):
-            if isinstance(message, Shutdown):
-                return
-            if not isinstance(message, RunStep):
-                raise KvflowError(f"a prefill rank runs steps, it got a {type(message).__name__}")
-            began = time.perf_counter()
-            rows.copy(message.items)
-            sampled = runner.run(message.items)
-            seconds = time.perf_counter() - began
-            mailbox.send(StepDone(message.step_id, runner.comm.rank, sampled, seconds))
-            mailbox.send(Gauges({"workspace_nbytes": float(runner.memory.workspace_nbytes)}))
+            match message:
+                case Shutdown():
+                    if port is not None:
+                        port.close()
+                    return
+                case AttachTier():
+                    port = UnitPort.attach(memory.layout, memory.cache, num_blocks, message)
+                case RunStep():
+                    mailbox.send(_run_step(runner, rows, port, message))
+                    mailbox.send(Gauges({"workspace_nbytes": float(memory.workspace_nbytes)}))
+                case _:
+                    raise KvflowError(
+                        f"a prefill rank runs steps, it got a {type(message).__name__}"
+                    )
+
+
+def _run_step(
+    runner: StepRunner, rows: RowCopier, port: UnitPort | None, step: RunStep
+) -> StepDone:
+    """Rows that the step takes over are there before it computes, and what it stores is written
+    before it answers."""
+    began = time.perf_counter()
+    rows.copy(step.items)
+    refused = port.load(step.items) if port is not None else []
+    sampled = runner.run(step.items)
+    if port is not None:
+        port.store(step.items)
+    seconds = time.perf_counter() - began
+    return StepDone(step.step_id, runner.comm.rank, sampled, seconds, refused)
 
 
 def guarded(mailbox: Mailbox, serve: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ from attrs import field, frozen, validators
 from attrs.converters import optional
 
 from kvflow.errors import LayoutError
+from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.values import integer, not_negative, positive
 
 
@@ -34,3 +35,7 @@ class PrefixConfig:
                 f"a disk tier in {self.disk_directory} needs a size, is {self.disk_nbytes}, and a "
                 f"host tier, is {self.host_nbytes} bytes"
             )
+
+    def unit_size(self, layout: KVLayout) -> int:
+        """Tokens of a block of the chain, which is also a unit of the tiers."""
+        return self.block_size or layout.groups[0].paging.block_size

@@ -1,0 +1,171 @@
+"""PrefillKV: the blocks of a prefill engine's requests, and what is known of their rows elsewhere.
+
+Pools, index and tiers behind one door. Everything is decided in the front; a step tells ranks what
+to copy and load before they compute and what to store behind, and only when all have answered is
+what they wrote found, and what they read given up.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from attrs import define, field
+
+from kvflow.engine.api import Request
+from kvflow.engine.blocks import Holding
+from kvflow.engine.messages import BlockCopy, UnitRows
+from kvflow.engine.prefix.cache import Lease, PrefixCache, Tables, Trail
+from kvflow.engine.prefix.config import PrefixConfig
+from kvflow.engine.prefix.hashes import Chain, PrefixHasher
+from kvflow.engine.tiers.manager import Tiers
+from kvflow.layouts.identity import ContentIdentity
+from kvflow.layouts.layout import KVLayout
+
+
+@define(eq=False)
+class RequestKV:
+    """What one request holds. `sources` (blocks) and the units of `load` are held until its first
+    step has read them, `stores` (units by block) until the step that writes them has ended.
+    `num_reused` counts prompt tokens that it need not compute, by tier."""
+
+    chain: Chain
+    length: int
+    lease: Lease = field(factory=lambda: Lease({}))
+    sources: Tables = field(factory=dict)
+    load: UnitRows | None = None
+    stores: dict[int, int] = field(factory=dict)
+    trail: Trail = field(factory=Trail)
+    holding: Holding = "used"
+    begun: bool = False
+    num_reused: dict[str, int] = field(factory=dict)
+
+    @property
+    def tables(self) -> Tables:
+        return self.lease.tables
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were reused, from all tiers."""
+        return sum(self.num_reused.values())
+
+
+@define(eq=False)
+class PrefillKV:
+    """`num_blocks` are the pools' sizes by group. `num_reused` counts the tokens that finished
+    requests were told to have been reused, by tier."""
+
+    layout: KVLayout
+    num_blocks: Mapping[str, int]
+    config: PrefixConfig
+    tiers: Tiers | None = None
+    cache: PrefixCache = field(init=False)
+    num_reused: "Counter[str]" = field(init=False, factory=Counter)
+    num_refused_loads: int = field(init=False, default=0)
+    _hasher: PrefixHasher = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.cache = PrefixCache(self.layout, self.num_blocks)
+        self._hasher = PrefixHasher(
+            ContentIdentity.of(self.layout.spec).fingerprint,
+            self.config.unit_size(self.layout),
+            shifted=bool(self.layout.spec.select(part="mtp")),
+        )
+
+    def of(self, request: Request) -> RequestKV:
+        """A request that holds nothing yet."""
+        known = request.prompt if self.config.enabled else ()
+        return RequestKV(self._hasher.chain(known, request.cache_salt), len(request.prompt))
+
+    def begin(self, kv: RequestKV) -> int | None:
+        """Gives a request its blocks, behind the longest prefix that the pools and then the host
+        tier know. Returns the first position that it must compute; None, and nothing is held, if
+        there is no room."""
+        match = self.cache.index.match(kv.chain, kv.length - 1)
+        load = None
+        if self.tiers is not None:
+            load = self.tiers.match(kv.chain, match.num_exact, kv.length - 1)
+        if load is not None and load.stop > match.length:
+            match = match.exact()
+        else:
+            load = None
+        lease = self.cache.lease(match, kv.length)
+        if lease is None:
+            return None
+        if lease.length < match.length:
+            load = None  # it would leave a gap
+        kv.lease, kv.sources, kv.load = lease, lease.sources, load
+        kv.num_reused = {"device": lease.length}
+        if load is None or self.tiers is None:
+            return lease.length
+        self.tiers.host.pin(load.units)
+        kv.num_reused["host"] = load.stop - load.start
+        return load.stop
+
+    def moves(
+        self, kv: RequestKV, start: int, stop: int
+    ) -> tuple[BlockCopy | None, UnitRows | None, list[UnitRows]]:
+        """What ranks copy, load and store around the computation of [start, stop)."""
+        begins, kv.begun = not kv.begun, True
+        store: list[UnitRows] = []
+        if self.tiers is not None:
+            first = 0 if begins else start // kv.chain.block_size
+            kv.stores = self.tiers.begin_stores(kv.chain, first, stop)
+            store = self.tiers.rows_of(kv.chain, kv.stores)
+        return (kv.lease.copy, kv.load, store) if begins else (None, None, store)
+
+    def end_step(self, kv: RequestKV, done: int, sampled: int | None) -> None:
+        """Every rank has answered: the positions below `done` are known from now on, in the pools
+        and in units."""
+        self.cache.publish(kv.chain, kv.trail, kv.tables, done, sampled)
+        if self.tiers is not None:
+            if kv.trail.ended:
+                self.tiers.drop_stores(kv.stores)
+            else:
+                self.tiers.end_stores(kv.chain, kv.stores, sampled)
+        kv.stores = {}
+        self._end_reads(kv)
+
+    def refuse_load(self, kv: RequestKV) -> None:
+        """The units that the request has read were not what they were taken for: they are
+        forgotten, and nothing that was computed behind them is kept."""
+        self.num_refused_loads += 1
+        if self.tiers is not None:
+            if kv.load is not None:
+                self.tiers.host.forget(kv.load.units)
+            self.tiers.drop_stores(kv.stores)
+        kv.stores = {}
+
+    def pin(self, kv: RequestKV) -> None:
+        """The prompt is computed; its blocks wait for a reader."""
+        self.cache.hold(kv.tables, "used", "pinned")
+        kv.holding = "pinned"
+
+    def count(self, kv: RequestKV) -> None:
+        """Its reuse is told to whoever asked."""
+        self.num_reused.update(kv.num_reused)
+
+    def free(self, kv: RequestKV) -> None:
+        """Gives everything back; no step with the request runs. It may begin again."""
+        self._end_reads(kv)
+        self.cache.free(kv.tables, kv.holding)
+        kv.lease, kv.trail, kv.holding, kv.begun = Lease({}), Trail(), "used", False
+        kv.num_reused = {}
+
+    def _end_reads(self, kv: RequestKV) -> None:
+        self.cache.free(kv.sources)
+        kv.sources = {}
+        if self.tiers is not None and kv.load is not None:
+            self.tiers.host.unpin(kv.load.units)
+        kv.load = None
+
+    def reset(self) -> dict[str, int]:
+        """Forgets every prefix; returns how many blocks of tokens each tier forgot. Rows of
+        requests that have begun are indexed no more only if their `trail` is ended."""
+        kept = self.tiers.clear() if self.tiers is not None else {}
+        return {"device": self.cache.index.clear(), **kept}
+
+    def audit(self, *, idle: bool) -> None:
+        """Raises `KvflowError` if a block or unit is lost, indexed wrongly, or held although the
+        engine is `idle`."""
+        self.cache.audit(idle=idle)
+        if self.tiers is not None:
+            self.tiers.host.audit(idle=idle)

@@ -1,0 +1,65 @@
+"""What `/metrics` shows of a prefill engine."""
+
+from collections.abc import Iterable, Mapping
+
+from kvflow.engine.api import Metric, Sample
+from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.prefix.pool import State
+
+
+def prefill_metrics(engine: PrefillEngine) -> list[Metric]:
+    """Steps, requests, blocks by group and state, reused tokens and units by tier."""
+    kv = engine.kv
+    states: tuple[State, ...] = ("used", "pinned", "quarantined", "cached")
+    blocks = [
+        Sample(float(count), {"group": name, "state": state})
+        for name, pool in engine.pools.items()
+        for state, count in (("free", pool.num_free), *((s, pool.count(s)) for s in states))
+    ]
+    queue = {"waiting": engine.num_waiting, "running": engine.num_running}
+    events = {"device": {"evicted": kv.cache.num_evicted}}
+    units: dict[str, Mapping[str, int]] = {}
+    if kv.tiers is not None:
+        events |= kv.tiers.events()
+        units |= kv.tiers.units()
+        events["host"]["load_refused"] = kv.num_refused_loads
+    return [
+        _total("kvflow_prefill_steps", "Prefill steps begun.", [Sample(float(engine.num_steps))]),
+        _total("kvflow_prefill_model_seconds", "Time in steps.", [Sample(engine.model_seconds)]),
+        Metric(
+            "kvflow_prefill_requests",
+            "Requests in the prefill engine.",
+            "gauge",
+            _by("state", queue.items()),
+        ),
+        Metric("kvflow_prefill_blocks", "Blocks of the prefill pools.", "gauge", blocks),
+        _total(
+            "kvflow_prefix_reused_tokens",
+            "Prompt tokens not computed, by the tier their rows came from.",
+            _by("tier", kv.num_reused.items()),
+        ),
+        _total(
+            "kvflow_prefix_events",
+            "What became of blocks (device) and units (host, disk).",
+            _by_two("tier", "event", events),
+        ),
+        Metric(
+            "kvflow_prefix_units", "Units of each tier.", "gauge", _by_two("tier", "state", units)
+        ),
+    ]
+
+
+def _total(name: str, text: str, samples: list[Sample]) -> Metric:
+    return Metric(name + "_total", text, "counter", samples)
+
+
+def _by(label: str, counts: Iterable[tuple[str, int]]) -> list[Sample]:
+    return [Sample(float(count), {label: name}) for name, count in counts]
+
+
+def _by_two(outer: str, inner: str, counts: Mapping[str, Mapping[str, int]]) -> list[Sample]:
+    return [
+        Sample(float(count), {outer: a, inner: b})
+        for a, each in counts.items()
+        for b, count in each.items()
+    ]

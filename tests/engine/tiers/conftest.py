@@ -1,0 +1,1 @@
+"""The tier tests use the worlds of the engine and prefix tests."""
