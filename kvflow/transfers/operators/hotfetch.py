@@ -132,24 +132,51 @@ class HotFetch:
         positions that another rank owns are left to it. Raises before a byte moves: `PlanError`
         for caches of two ranks or without a component, a request of another layout or positions it
         does not hold, `LayoutError` for a slot outside the buffer or one that two lanes name."""
+        host, device = self._checked(misses, source, target)
+        _check_once("hot", device.ids)
+        return self._copy(host, device, source, target, back=False)
+
+    def mirror(self, rows: Sequence[Misses], source: RankCache, target: RankCache) -> FetchReport:
+        """The way back: rows that lie in slots of the hot buffer, into their places in the host
+        pool. Law: read(source, position_i) == read(target, slot_i) afterwards, for the same lanes,
+        and no other byte of the host pool changes. Raises as `execute` does, and `LayoutError` for
+        a host slot that two lanes name in place of a hot one."""
+        host, device = self._checked(rows, source, target)
+        _check_once("host", host.ids)
+        return self._copy(host, device, source, target, back=True)
+
+    def _checked(
+        self, misses: Sequence[Misses], source: RankCache, target: RankCache
+    ) -> tuple[HostSlots, DeviceSlots]:
         if source.rank != target.rank:
             raise PlanError(f"host cache of rank {source.rank}, hot buffer of {target.rank}")
         for side, cache in (("host cache", source), ("hot buffer", target)):
             if missing := sorted(set(self.components) - set(cache.pages)):
                 raise PlanError(f"the {side} of rank {cache.rank} has no pages of {missing}")
         host, device = self._slots(misses, source.rank)
-        views = [(source.pages[c], target.pages[c]) for c in self.components]
-        for name, (_, hot) in zip(self.components, views, strict=True):
-            if device.ids.size and int(device.ids.max()) >= hot.num_slots:
-                raise LayoutError(
-                    f"{name}: hot slot {int(device.ids.max())}, the buffer has {hot.num_slots}"
-                )
-        _check_once(device)
-        read, write = (torch.from_numpy(s.ids.copy()) for s in (host, device))
-        for pages, hot in views:
-            rows = gather_rows(pages, read.to(pages.memory.device))
-            slots = write.to(hot.memory.device)
-            scatter_rows(hot, slots, rows.to(hot.memory.device), check_unique=False)
+        if device.ids.size:
+            last = int(device.ids.max())
+            for name in self.components:
+                if last >= (size := target.pages[name].num_slots):
+                    raise LayoutError(f"{name}: hot slot {last}, the buffer has {size}")
+        return host, device
+
+    def _copy(
+        self,
+        host: HostSlots,
+        device: DeviceSlots,
+        source: RankCache,
+        target: RankCache,
+        *,
+        back: bool,
+    ) -> FetchReport:
+        here, there = (torch.from_numpy(slots.ids.copy()) for slots in (host, device))
+        for name in self.components:
+            sides = [(source.pages[name], here), (target.pages[name], there)]
+            (read, at), (write, to) = reversed(sides) if back else sides
+            rows = gather_rows(read, at.to(read.memory.device))
+            device_of = write.memory.device
+            scatter_rows(write, to.to(device_of), rows.to(device_of), check_unique=False)
         row = sum(self.source.local_record(c, source.rank).nbytes for c in self.components)
         return FetchReport(len(host.ids) * len(self.components), len(host.ids) * row)
 
@@ -175,10 +202,10 @@ class HotFetch:
         return kernel_slots(placement, group.paging, table, asked, rank)
 
 
-def _check_once(slots: DeviceSlots) -> None:
-    ids, times = np.unique(slots.ids, return_counts=True)
+def _check_once(pool: str, slots: Ints) -> None:
+    ids, times = np.unique(slots, return_counts=True)
     if (times > 1).any():
-        raise LayoutError(f"hot slot {int(ids[times > 1][0])} is named by two lanes")
+        raise LayoutError(f"{pool} slot {int(ids[times > 1][0])} is named by two lanes")
 
 
 def index_groups(spec: KVCacheSpec) -> tuple[tuple[str, ...], ...]:

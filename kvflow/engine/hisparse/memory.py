@@ -1,0 +1,152 @@
+"""HiSparseMemory: a rank's KV cache, its latents on the host and the hot ones on the device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from attrs import define, field
+
+from kvflow.comm import Comm
+from kvflow.engine.hisparse.pool import Allocate, LatentPool, zeros
+from kvflow.engine.hisparse.reads import Reads
+from kvflow.engine.hisparse.request import RequestRows
+from kvflow.engine.hisparse.sizes import HiSparseSizes
+from kvflow.engine.hisparse.step import HiSparseStep
+from kvflow.engine.hisparse.tail import CLEAN, DIRTY
+from kvflow.engine.memory import StepRequest
+from kvflow.errors import CapacityError, KvflowError
+from kvflow.layouts.layout import Binding, KVLayout
+from kvflow.transfers.executors.base import RankCache
+
+
+@define(eq=False)
+class HiSparseMemory:
+    """A `KVMemory`. A request takes a seat with the first step that names it, and gives it back
+    when it is forgotten."""
+
+    pool: LatentPool
+    comm: Comm
+    reads: dict[tuple[str, ...], Reads] = field(init=False, factory=dict)
+    _requests: dict[str, RequestRows] = field(init=False, factory=dict)
+    _seats: list[int] = field(init=False)
+    _group: dict[str, tuple[str, ...]] = field(init=False)
+    _gone: dict[str, float] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._seats = list(range(self.pool.sizes.max_requests))[::-1]
+        self._group = {name: group for group in self.pool.groups for name in group}
+        self._gone = dict.fromkeys(("hits", "misses", "evictions"), 0.0)
+
+    @classmethod
+    def allocate(
+        cls,
+        layout: KVLayout,
+        comm: Comm,
+        num_blocks: Mapping[str, int],
+        sizes: HiSparseSizes,
+        *,
+        allocate_host: Allocate = zeros,
+        allocate_device: Allocate = zeros,
+        host_access: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> "HiSparseMemory":
+        """The memory of rank ``comm.rank`` for a `hisparse_layout`; `num_blocks` is by group. Every
+        use of host memory by this rank's steps happens inside a `host_access`. Raises before it
+        allocates what `HiSparseBytes.of` raises."""
+        pool = LatentPool(
+            layout, comm.rank, num_blocks, sizes, allocate_host, allocate_device, host_access
+        )
+        return cls(pool, comm)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.pool.layout
+
+    @property
+    def cache(self) -> RankCache:
+        return self.pool.cache
+
+    @property
+    def workspace_nbytes(self) -> int:
+        return 0
+
+    def group_of(self, component: str) -> tuple[str, ...]:
+        """The latent components that share a top-k with this one."""
+        return self._group[component]
+
+    def open(self, requests: Sequence[StepRequest], write_only: frozenset[str]) -> HiSparseStep:
+        """Raises `CapacityError` for a new request when all seats are taken."""
+        return HiSparseStep(self, requests, [self._seated(r) for r in requests])
+
+    def _seated(self, request: StepRequest) -> RequestRows:
+        binding = Binding.of(self.layout, request.tables, self.pool.num_blocks, request.stop)
+        held = self._requests.get(request.request_id)
+        if held is None:
+            if not self._seats:
+                raise CapacityError(
+                    f"request {request.request_id!r} needs a seat, all "
+                    f"{self.pool.sizes.max_requests} (max_requests) are taken"
+                )
+            held = RequestRows(self._seats.pop(), self.pool, binding)
+            self._requests[request.request_id] = held
+        held.binding = binding
+        return held
+
+    def forget(self, request_id: str) -> None:
+        """The request has left; rows that the host has not are lost (see `flush`). A request that
+        never had a seat is no error."""
+        held = self._requests.pop(request_id, None)
+        if held is not None:
+            _add(self._gone, held)
+            held.discard()
+            self._seats.append(held.seat)
+
+    @property
+    def num_free_seats(self) -> int:
+        """How many more requests can take part in steps."""
+        return len(self._seats)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Since the start, a row of several layers counting once in hits, misses and evictions, and
+        once a layer in fetched and mirrored rows."""
+        total = self.pool.counters | self._gone
+        for held in self._requests.values():
+            _add(total, held)
+        return total
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Now: seats, pages and rows in use, and bytes as allocated. Pages and rows count once for
+        the layers of an index group."""
+        held = [rows for r in self._requests.values() for rows in r.groups.values()]
+        clean, dirty = (sum(r.tail.count(s) for r in held) for s in (CLEAN, DIRTY))
+        nbytes, cap = self.pool.nbytes, self.pool.sizes.device_nbytes
+        return {
+            "seats": float(self.pool.sizes.max_requests),
+            "seats_used": float(len(self._requests)),
+            "tail_pages": float(clean + dirty),
+            "tail_pages_dirty": float(dirty),
+            "hot_rows": float(sum(len(r.hot) for r in held)),
+            "host_nbytes": float(nbytes.host),
+            "device_index_nbytes": float(nbytes.index_pages),
+            "device_latent_nbytes": float(nbytes.latent_pool),
+            "device_latent_cap_nbytes": float(nbytes.latent_pool if cap is None else cap),
+        }
+
+    def flush(self, request_id: str) -> None:
+        """The request's host pages are complete afterwards, as of its last step. Raises
+        `KvflowError` for a request without a seat."""
+        if (held := self._requests.get(request_id)) is None:
+            raise KvflowError(f"request {request_id!r} has no seat, nothing of it can be flushed")
+        held.flush()
+
+    def forget_hot_rows(self, group: tuple[str, ...]) -> None:
+        """Hot rows of an index group are fetched anew: its layers do not hold the same ones."""
+        for held in self._requests.values():
+            held.groups[group].hot.forget(0)
+
+
+def _add(total: dict[str, float], held: RequestRows) -> None:
+    for rows in held.groups.values():
+        total["hits"] += rows.hits
+        total["misses"] += rows.misses
+        total["evictions"] += rows.hot.evictions
