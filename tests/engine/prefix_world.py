@@ -6,11 +6,13 @@ import threading
 
 import numpy as np
 import torch
-from attrs import define, field
-from engine_world import collect, reference_model
+from attrs import define, evolve, field
+from engine_world import assert_idle, collect, config, reference_model, serve_all, world
+from hypothesis import strategies as st
 
 from kvflow.comm.local import LocalComm
 from kvflow.engine.messages import StepItem
+from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.runner import StepRunner
 from kvflow.kernels.rows import gather_rows
 from kvflow.layouts.layout import KVLayout
@@ -19,6 +21,8 @@ from kvflow.layouts.paging import Paged
 from kvflow.layouts.sharding import Replicated
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.local import LocalEndpoint
+
+VOCAB = 320
 
 
 def rows_of(binding, cache, length, rank=0):
@@ -101,3 +105,50 @@ async def in_turn(deployment, requests):
         said.append(([o.token for o in outputs], outputs[0].cached_tokens))
         await asyncio.sleep(0)
     return said
+
+
+@st.composite
+def prompt_families(draw, num=4, most=32):
+    """Prompts that share beginnings of drawn lengths."""
+    token = st.integers(0, VOCAB - 1)
+    stems = [draw(st.lists(token, min_size=most, max_size=most)) for _ in range(2)]
+    prompts = []
+    for _ in range(num):
+        stem = draw(st.sampled_from(stems))
+        keep = draw(st.integers(1, most))
+        tail = draw(st.lists(token, max_size=min(6, most - keep)))
+        prompts.append(tuple(stem[:keep] + tail))
+    return prompts
+
+
+@st.composite
+def launches(draw, **changes):
+    """Deployments of drawn shape whose prefill pool is small enough for evictions."""
+    pcp = draw(st.sampled_from([1, 2, 4]))
+    drawn = {
+        "pcp": pcp,
+        "dcp": draw(st.sampled_from([d for d in (1, 2, 4) if pcp % d == 0])),
+        "interleave": draw(st.sampled_from([1, 2, 3, 4, 8])),
+        "prefill_block": draw(st.sampled_from([1, 2, 3, 4, 8])),
+        "decode_block": 8,
+        "kv_dtype": draw(st.sampled_from(["fp8", "float64"])),
+        "dtype": "float64",
+        "max_num_batched_tokens": draw(st.sampled_from([7, 16, 64])),
+        "max_model_len": 48,
+        "prefill_kv_tokens": draw(st.sampled_from([48, 96, 400])),
+        "decode_kv_tokens": 96,
+        "prefix": PrefixConfig(block_size=draw(st.sampled_from([None, 2, 4, 5]))),
+    }
+    return config(**(drawn | changes))
+
+
+async def rounds(launch, requests, arrivals):
+    """What a deployment answers to requests one after the other, then to all of them at once, and
+    the tokens it says it reused, by tier."""
+    async with world(launch, arrivals) as deployment:
+        said = await in_turn(deployment, requests)
+        await assert_idle(deployment, -(-launch.decode_kv_tokens // launch.decode_block))
+        again = [evolve(one, request_id="again-" + one.request_id) for one in requests]
+        together = await serve_all(deployment, again)
+        await assert_idle(deployment, -(-launch.decode_kv_tokens // launch.decode_block))
+        return said, together, dict(deployment.prefill.kv.num_reused)

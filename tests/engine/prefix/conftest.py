@@ -1,1 +1,0 @@
-"""The prefix tests use the worlds of the engine tests."""

@@ -1,1 +1,0 @@
-"""The tier tests use the worlds of the engine and prefix tests."""
