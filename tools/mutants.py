@@ -21,6 +21,8 @@ from mutants_run import ROOT, Limits, Mutant, fresh, warm
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 LAYOUTS, TRANSFERS = "tests/layouts/test_", "tests/transfers/test_"
 LAWFUL = LAYOUTS + "lawful_values.py"
+TEXTS = [LAYOUTS + "text_words.py", LAYOUTS + "text.py"]
+CATALOGUED = [LAYOUTS + "catalogue.py"]
 HEADS = TRANSFERS + "heads_and_copies.py"
 TESTS = {
     "kvflow/layouts/sharding.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py", LAWFUL],
@@ -38,13 +40,16 @@ TESTS = {
     "kvflow/layouts/wire.py": [LAYOUTS + "wire.py", LAWFUL],
     "kvflow/layouts/identity.py": [LAYOUTS + "identity.py"],
     "kvflow/layouts/memory.py": [LAYOUTS + "memory.py"],
-    "kvflow/layouts/text/scan.py": [LAYOUTS + "text.py"],
-    "kvflow/layouts/text/placement.py": [LAYOUTS + "text.py"],
-    "kvflow/layouts/text/members.py": [LAYOUTS + "text.py"],
-    "kvflow/layouts/text/records.py": [LAYOUTS + "text.py"],
-    "kvflow/layouts/text/specs.py": [LAYOUTS + "text.py"],
-    "kvflow/layouts/text/layouts.py": [LAYOUTS + "text.py"],
-    "kvflow/layouts/values.py": [LAWFUL, LAYOUTS + "record.py"],
+    "kvflow/layouts/catalogue/axes.py": [LAYOUTS + "axes.py", *CATALOGUED],
+    "kvflow/layouts/catalogue/entry.py": CATALOGUED,
+    "kvflow/layouts/catalogue/vllm_host.py": CATALOGUED,
+    "kvflow/layouts/text/scan.py": TEXTS,
+    "kvflow/layouts/text/placement.py": TEXTS,
+    "kvflow/layouts/text/members.py": TEXTS,
+    "kvflow/layouts/text/records.py": TEXTS,
+    "kvflow/layouts/text/specs.py": TEXTS,
+    "kvflow/layouts/text/layouts.py": TEXTS,
+    "kvflow/layouts/values.py": [LAYOUTS + "values.py", LAWFUL],
     "kvflow/transfers/claims.py": [TRANSFERS + "planner.py", TRANSFERS + "whole_plans.py"],
     "kvflow/transfers/plan.py": [TRANSFERS + "plan.py", TRANSFERS + "whole_plans.py",
                                  TRANSFERS + "verify_heads.py", HEADS],

@@ -8,6 +8,7 @@ page inside its region, no byte in two pages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, pairwise
 
 from attrs import field, frozen
 
@@ -114,14 +115,14 @@ class MemoryOrder:
     ) -> "MemoryOrder":
         """From a place for each component. `num_blocks` is by group, `sizes` by region: one that
         is not named ends with its last page."""
-        pages, ends = [], dict[str, int]()
+        pages, stops = [], dict[str, list[int]]()
         for name, (region, base, stride) in places.items():
             group = layout.group_of(name)
             run = Pages(name, region, base, stride, num_blocks[group.name])
             extent = layout.local_record(name, rank).page_extent(group.paging.block_size)
-            ends[region] = max(ends.get(region, 0), run.begin(run.num_blocks - 1) + extent)
+            stops.setdefault(region, []).append(run.begin(run.num_blocks - 1) + extent)
             pages.append(run)
-        ends |= sizes or {}
+        ends = {region: max(all_of_it) for region, all_of_it in stops.items()} | dict(sizes or {})
         return cls(layout, rank, [Region(*end) for end in ends.items()], pages, overlaid)
 
     def region(self, name: str) -> Region:
@@ -263,16 +264,12 @@ def _check_apart(region: str, runs: Iterable[_Bytes]) -> None:
 
 def _clusters(runs: list[_Bytes]) -> Iterator[list[_Bytes]]:
     """The runs in groups whose spans of bytes touch no other group's."""
-    cluster: list[_Bytes] = []
-    stop = 0
-    for run in sorted(runs, key=lambda run: run.start):
-        if cluster and run.start >= stop:
-            yield cluster
-            cluster = []
-        stop = max(stop, run.stop) if cluster else run.stop
-        cluster.append(run)
-    if cluster:
-        yield cluster
+    ordered = sorted(runs, key=lambda run: run.start)
+    stops = accumulate((run.stop for run in ordered), max)
+    pairs = zip(stops, ordered[1:], strict=False)
+    gaps = [i for i, (stop, run) in enumerate(pairs, 1) if run.start >= stop]
+    for begin, end in pairwise((0, *gaps, len(ordered))):
+        yield ordered[begin:end]
 
 
 def _opened(region: str, cluster: list[_Bytes]) -> list[_Bytes]:

@@ -40,10 +40,10 @@ def not_negative(instance: object, attribute: object, value: int) -> None:
 
 
 def _between(instance: object, attribute: object, value: int, low: int) -> None:
-    if not low <= value <= MOST:
-        name = getattr(attribute, "name", "value")
-        rule = f"at least {low}" if value < low else f"at most {MOST}"
-        raise LayoutError(f"{type(instance).__name__}.{name} = {value}, must be {rule}")
+    for lawful, rule in (value >= low, f"at least {low}"), (value <= MOST, f"at most {MOST}"):
+        if not lawful:
+            name = getattr(attribute, "name", "value")
+            raise LayoutError(f"{type(instance).__name__}.{name} = {value}, must be {rule}")
 
 
 def token_range(tokens: Iterable[SupportsIndex]) -> tuple[int, int]:

@@ -120,6 +120,8 @@ def test_a_field_of_many_components_is_said_once() -> None:
     )
     assert str(found[4]) == "block_size of latent.0 and 3 more: source '8', target '1'"
     assert str(found[0]) == "interleave: source '4', target '1'"
+    said = "memory of latent.0, latent.1, latent.2: source 'Paged', target 'Pool'"
+    assert str(evolve(found[5], components=latents[:3])) == said
 
 
 def test_heads_layers_and_hosts_are_placement() -> None:

@@ -1,5 +1,6 @@
 """Memory orders: pages lie where they are said to, inside their region, and never share a byte."""
 
+import re
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvflow.errors import LayoutError
 from kvflow.kernels.rows import gather_rows, scatter_rows
+from kvflow.layouts import memory
 from kvflow.layouts.catalogue import Shape, entry
 from kvflow.layouts.layout import CacheGroup, KVLayout
 from kvflow.layouts.memory import (
@@ -63,6 +65,8 @@ def test_block_outermost_packs_the_layers_of_a_block():
     rounded = block_outermost(rows_layout(3), 0, {"kv": 5}, multiple=64)
     assert {p.block_stride for p in rounded.pages} == {128}
     assert rounded.nbytes == 4 * 128 + 96
+    odd = rows_layout(1, block_size=1, record=Record((Field("latent", "uint8", 7),)))
+    assert block_outermost(odd, 0, {"kv": 2}).pages[0].block_stride == 7
     for wrong in (0, -64, 1.5):
         with pytest.raises(LayoutError, match="multiple"):
             block_outermost(rows_layout(3), 0, {"kv": 5}, multiple=wrong)
@@ -204,6 +208,82 @@ def test_groups_may_be_laid_over_each_other_only_if_said():
         MemoryOrder.placed(
             layout, 0, blocks, {"latent.0": ("r", 0, 31), "latent.1": ("r", 0, 32)}, overlaid=True
         )
+
+
+def test_components_are_placed_once_each():
+    layout = rows_layout(2)
+    first, second, third = (Pages(f"latent.{i}", "r", 32 * i, 32, 1) for i in range(3))
+    for pages, odd in (
+        ([first], ["latent.1"]),
+        ([first, second, third], ["latent.2"]),
+        ([first, second, second], ["latent.0", "latent.1", "latent.1"]),
+    ):
+        rule = rf"rank 0: pages must be placed once for {re.escape(str(odd))}"
+        with pytest.raises(LayoutError, match=rule):
+            MemoryOrder(layout, 0, [Region("r", 96)], pages)
+
+
+@pytest.mark.parametrize(
+    ("places", "rule"),
+    [
+        (((0, 32), (95, 32)), r"0 latent at bytes \[0, 96\) and latent\.1 latent at \[95, 191\)"),
+        (((0, 40), (44, 40)), r"0 latent at bytes \[40, 72\) and latent\.1 latent at \[44, 76\)"),
+        (((8, 40), (12, 40)), r"0 latent at bytes \[8, 40\) and latent\.1 latent at \[12, 44\)"),
+    ],
+)
+def test_the_first_bytes_that_overlap_are_named(places, rule):
+    """Rows of 8 bytes without holes are named as the whole page, or all pages, that they fill."""
+    record = Record((Field("latent", "uint8", 8),))
+    layout = rows_layout(2, record=record)
+    at = {f"latent.{i}": ("r", *place) for i, place in enumerate(places)}
+    with pytest.raises(LayoutError, match=rf"^region 'r': latent\.{rule} overlap$"):
+        MemoryOrder.placed(layout, 0, {"kv": 3}, at)
+
+
+def layout_of(*records: Record, block_size: int = 4) -> KVLayout:
+    spec = KVCacheSpec([Component("latent", i, record) for i, record in enumerate(records)])
+    return KVLayout.uniform(spec, ONE, Paged(block_size))
+
+
+def test_a_solid_page_may_stand_in_a_hole():
+    """Bytes [8, 40) between the rows of 8 bytes at 0, 40, 80 and 120."""
+    solid = Record((Field("latent", "uint8", 8),))
+    layout = layout_of(Record(solid.fields, "t _5 e"), solid)
+    places = {"latent.0": ("r", 0, 160), "latent.1": ("r", 8, 32)}
+    assert MemoryOrder.placed(layout, 0, {"kv": 1}, places).nbytes == 128
+    for base in (7, 9):
+        with pytest.raises(LayoutError, match="overlap"):
+            MemoryOrder.placed(layout, 0, {"kv": 1}, places | {"latent.1": ("r", base, 32)})
+
+
+def test_blocks_are_told_apart_before_their_rows():
+    """Two blocks of one and three of the other, 40,001 rows each with holes: blocks do not meet, so
+    no row is looked at."""
+    record = Record((Field("latent", "uint8", 1),), "t _2 e")
+    spec = rows_layout(2, record=record).spec
+    groups = [CacheGroup(f"g{i}", (f"latent.{i}",), Paged(40_001)) for i in range(2)]
+    layout = KVLayout(spec, ONE, groups)
+    places = {"latent.0": ("r", 0, 1_000_000), "latent.1": ("r", 100_001, 400_000)}
+    order = MemoryOrder.placed(layout, 0, {"g0": 2, "g1": 3}, places)
+    assert order.nbytes == 1_000_000 + 2 * 40_000 + 1
+
+
+def test_any_number_of_blocks_anywhere_is_looked_at_once():
+    layout = rows_layout(1)
+    order = MemoryOrder.placed(layout, 0, {"kv": 10**9}, {"latent.0": ("r", 1 << 40, 40)})
+    assert order.nbytes == (1 << 40) + (10**9 - 1) * 40 + 32
+
+
+def test_as_many_runs_as_allowed_are_compared(monkeypatch):
+    """Rows at 0, 2, 4, 6 and at 1, 5, 9, 13: six runs at most are held at a time."""
+    one = Field("latent", "uint8", 1)
+    layout = layout_of(Record((one,), "t _2 e"), Record((one,), "t _4 e"))
+    places = {"latent.0": ("r", 0, 16), "latent.1": ("r", 1, 16)}
+    monkeypatch.setattr(memory, "MAX_RUNS", 6)
+    assert MemoryOrder.placed(layout, 0, {"kv": 1}, places).nbytes == 14
+    monkeypatch.setattr(memory, "MAX_RUNS", 5)
+    with pytest.raises(LayoutError, match="interlace in more than 5 runs of bytes"):
+        MemoryOrder.placed(layout, 0, {"kv": 1}, places)
 
 
 def test_interlacing_without_a_common_step_is_refused_where_it_cannot_be_proven():

@@ -43,7 +43,7 @@ class Placed:
         return sum(self.strides.get(axis, 0) * index for axis, index in at.items())
 
 
-def place_axes(text: str, sizes: Mapping[str, int], unit: int, multiple: int = 1) -> Placed:
+def place_axes(text: str, sizes: Mapping[str, int], unit: int, multiple: int) -> Placed:
     """`sizes` are the steps of each axis, `unit` the bytes of the last one's item; the slowest
     axis right of the bar steps by a multiple of `multiple`. Raises `LayoutError` for an axis
     without a size or tiles that do not divide it."""

@@ -84,7 +84,7 @@ def parse_members(text: str, spec: KVCacheSpec) -> tuple[str, ...]:
     >>> parse_members("all.78", parse_spec("glm-5.3"))
     ('latent.78', 'indexer.78')
     """
-    return read_members(spec, Word(text, 0, text))
+    return read_members(spec, Word.alone(text))
 
 
 def format_layout(layout: KVLayout, spec: KVCacheSpec | None = None) -> str:

@@ -49,10 +49,15 @@ def _candidates(spec: KVCacheSpec, names: Sequence[str]) -> list[tuple[str, int]
         every = _selected(spec, kind, None)
         if every == list(names[: len(every)]):
             found.append((kind, len(every)))
-            continue
-        for length in range(len(names), 0, -1):
-            layers = {spec[name].layer_id for name in names[:length]}
-            if _selected(spec, kind, layers) == list(names[:length]):
-                found.append((f"{kind}.{format_layers(sorted(layers))}", length))
-                break
+        else:
+            found += _longest(spec, kind, names)
     return found
+
+
+def _longest(spec: KVCacheSpec, kind: str, names: Sequence[str]) -> list[tuple[str, int]]:
+    """The item of some layers of a kind that selects the longest beginning of `names`, if any."""
+    for length in range(len(names), 0, -1):
+        layers = {spec[name].layer_id for name in names[:length]}
+        if _selected(spec, kind, layers) == list(names[:length]):
+            return [(f"{kind}.{format_layers(sorted(layers))}", length)]
+    return []

@@ -28,7 +28,8 @@ def read_paging(word: Word) -> Paging:
     name, arguments = call
     if len(arguments) != 1:
         word.fail(f"one number in {name}(...)")
-    paging: Paging = _PAGINGS[name](arguments[0].number("tokens of a page", 1))
+    (tokens,) = arguments
+    paging: Paging = _PAGINGS[name](tokens.number("tokens of a page", 1))
     return paging
 
 
@@ -116,7 +117,7 @@ def _replicated(word: Word, arguments: Sequence[Word]) -> Placement:
     if len(rest) > 1:
         word.fail("replicated(N), replicated(A:B) or replicated(N,A:B)")
     check_num_ranks(ranks)
-    start, stop = _interval(rest[0], bounded=False) if rest else (0, ANY_STOP)
+    start, stop = _interval(*rest, bounded=False) if rest else (0, ANY_STOP)
     return Placement(Replicated(start, stop), (range(ranks),))
 
 
@@ -187,26 +188,27 @@ def _read_axis(word: Word) -> Axis:
 def format_placement(placement: Placement) -> str:
     """The shortest of the forms that say exactly this. Raises `LayoutError` for a sharding of a
     type that the language does not know."""
-    sharding, num = placement.sharding, placement.sharding.num_shards
+    sharding, sizes = placement.sharding, {len(ranks) for ranks in placement.ranks}
     if type(sharding) not in (RoundRobin, Replicated, BalancedChunks, Contiguous):
         raise LayoutError(f"{sharding!r} has no text form")
-    size = len(placement.ranks[0])
-    for form in _short_forms(sharding, num, size):
-        if read_placement(Word(form, 0, form)) == placement:
+    for form in (form for size in sizes for form in _short_forms(sharding, size)):
+        if read_placement(Word.alone(form)) == placement:
             return form
-    return f"{_short_forms(sharding, num, 1)[0]} on {format_ranks(placement.ranks)}"
+    (form,) = _short_forms(sharding, 1)
+    return f"{form} on {format_ranks(placement.ranks)}"
 
 
-def _short_forms(sharding: Sharding, num: int, size: int) -> list[str]:
+def _short_forms(sharding: Sharding, size: int) -> list[str]:
     """Texts of placements of this sharding with `size` ranks a shard, numbered in some order."""
     if isinstance(sharding, RoundRobin):
-        deal = f"(i={sharding.interleave})"
+        num, deal = sharding.num_shards, f"(i={sharding.interleave})"
         if size == 1:
             return [f"dcp{num}{deal}"]
-        inner = [n for n in range(2, size + 1) if size % n == 0]
-        outer = [f"pcp{size // n}*" if n < size else "" for n in inner]
-        nested = [f"{o}dcp{num}{deal}*tp{n}" for o, n in zip(outer, inner, strict=True)]
-        return [f"pcp{num * size}*dcp{num}@pcp{deal}", *nested]
+        forms = [f"pcp{num * size}*dcp{num}@pcp{deal}"]
+        for n in (n for n in range(2, size + 1) if size % n == 0):
+            outer = f"pcp{size // n}*" if n < size else ""
+            forms.append(f"{outer}dcp{num}{deal}*tp{n}")
+        return forms
     if isinstance(sharding, Replicated):
         arguments = [str(size)] if size > 1 else []
         if sharding != Replicated():

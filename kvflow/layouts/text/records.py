@@ -15,7 +15,8 @@ from kvflow.layouts.text.scan import TextError, Word
 
 def _catalogued(name: str) -> Record:
     """The record of a catalogue entry that holds one kind of it."""
-    return entry(name).order(Shape(num_layers=1)).layout.spec.components[0].record
+    (component,) = entry(name).order(Shape(num_layers=1)).layout.spec.components
+    return component.record
 
 
 RECORDS: Mapping[str, Record] = MappingProxyType(
@@ -100,7 +101,7 @@ def order_text(record: Record) -> str:
     """The order of a record's pages, as it stands in brackets."""
     multiple = record.arrangement.page_multiple
     rounded = f" %{multiple}" if multiple > 1 else ""
-    for order in (*WORDS, " ".join(record.arrangement.planes[0].order)):
+    for order in (*WORDS, *(" ".join(plane.order) for plane in record.arrangement.planes)):
         if Record(record.fields, evolve(as_arrangement(order), page_multiple=multiple)) == record:
             return order + rounded
     return " | ".join(map(str, record.arrangement.planes)) + rounded

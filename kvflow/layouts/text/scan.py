@@ -23,6 +23,11 @@ class Word:
     column: int
     whole: str
 
+    @classmethod
+    def alone(cls, text: str) -> "Word":
+        """A whole text as one word."""
+        return cls(text, 0, text)
+
     def fail(self, expected: str) -> NoReturn:
         """Raises `TextError` naming this word, its column (from 1) and what was expected."""
         raise TextError(
@@ -58,7 +63,7 @@ def words_of(text: str) -> list[Word]:
     text without words, or with a bracket or quote that is not closed."""
     if not isinstance(text, str):
         raise TextError(f"expected a text, got {text!r}")
-    words = [w for w in Word(text, 0, text).split(" ") if w.text]
+    words = [w for w in Word.alone(text).split(" ") if w.text]
     if not words:
         raise TextError("an empty text says nothing")
     return words
@@ -67,10 +72,11 @@ def words_of(text: str) -> list[Word]:
 def _outside(word: Word, separator: str) -> list[int]:
     """Where `separator`, perhaps an opening bracket, stands outside brackets and quotes."""
     closing: list[tuple[str, int]] = []
-    found, quoted, escaped = [], -1, False
+    found, escaped = [], False
+    quoted: int | None = None
     for at, c in enumerate(word.text):
-        if quoted >= 0:
-            quoted = -1 if c == '"' and not escaped else quoted
+        if quoted is not None:
+            quoted = None if c == '"' and not escaped else quoted
             escaped = c == "\\" and not escaped
             continue
         if c == separator and not closing:
@@ -81,7 +87,7 @@ def _outside(word: Word, separator: str) -> list[int]:
             closing.append((_OPEN[c], at))
         elif c in _OPEN.values() and (not closing or closing.pop()[0] != c):
             word.sub(at).fail(f"no {c!r} here: it closes nothing that is open")
-    if quoted >= 0:
+    if quoted is not None:
         word.sub(quoted).fail("a closing quote")
     if closing:
         sign, at = closing[-1]

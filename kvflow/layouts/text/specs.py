@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import pairwise, product, takewhile
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -133,10 +133,10 @@ def _braces(word: Word) -> list[Word]:
     """`{a}{b}` as the insides of its braces."""
     found, begin, depth = [], 0, 0
     for at, c in enumerate(word.text):
-        if depth == 0 and c != "{":
+        if depth <= 0 and c != "{":
             word.sub(at).fail("{component:record,...}")
         depth += (c == "{") - (c == "}")
-        if depth == 0:
+        if depth <= 0:
             found.append(word.sub(begin + 1, at))
             begin = at + 1
     return found
@@ -164,7 +164,8 @@ def read_layers(word: Word) -> list[int]:
         match = _LAYERS.fullmatch(part.text)
         if match is None:
             part.fail("layers as 3, 0-77 or 6-74/4, joined by +")
-        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        begin, end, by = match.groups()
+        first, last, step = int(begin), int(end or begin), int(by or 1)
         if last < first or step < 1:
             part.fail("layers that ascend")
         layers += range(first, last + 1, step)
@@ -173,18 +174,24 @@ def read_layers(word: Word) -> list[int]:
 
 def format_layers(layers: Sequence[int]) -> str:
     """The inverse of `read_layers` for ascending numbers."""
-    parts, at = [], 0
-    while at < len(layers):
-        step = layers[at + 1] - layers[at] if at + 1 < len(layers) else 1
-        end = at
-        while end + 1 < len(layers) and layers[end + 1] - layers[end] == step:
-            end += 1
-        if end - at < 2:  # two numbers are no range, but for neighbours
-            end = at + 1 if end > at and step == 1 else at
-        span = f"-{layers[end]}" + (f"/{step}" if step > 1 else "") if end > at else ""
-        parts.append(f"{layers[at]}{span}")
-        at = end + 1
+    parts, left = [], list(layers)
+    while left:
+        num = _num_steady(left)
+        step = (left[num - 1] - left[0]) // max(num - 1, 1)
+        if num == 2 and step > 1:  # two numbers are no range, but for neighbours
+            num = 1
+        said = str(left[0])
+        if num > 1:
+            said += f"-{left[num - 1]}" + (f"/{step}" if step > 1 else "")
+        parts.append(said)
+        left = left[num:]
     return "+".join(parts)
+
+
+def _num_steady(numbers: Sequence[int]) -> int:
+    """How many numbers, from the first on, are one step apart."""
+    steps = [b - a for a, b in pairwise(numbers)]
+    return 1 + sum(1 for _ in takewhile(lambda step: step == steps[0], steps))
 
 
 def format_spec(spec: KVCacheSpec) -> list[str]:
@@ -205,12 +212,12 @@ def _named(spec: KVCacheSpec) -> Iterator[tuple[str, KVCacheSpec]]:
     """Names that a spec might have, with what each of them means."""
     first = spec.components[0] if spec.components else None
     if first is not None and [f.name for f in first.record.fields] == ["key"] == [first.kind]:
-        field, order = first.record.fields[0], order_text(first.record)
+        (field,), order = first.record.fields, order_text(first.record)
         numbers = (len(spec.components) // 2, field.num_heads, field.num_elements)
         usual = "" if order == "row" else f"[{order}]"
         said = f"gqa({','.join(map(str, numbers))})/{field.dtype}{usual}"
         if numbers[0]:
-            yield said, _read_gqa(Word(said, 0, said))
+            yield said, _read_gqa(Word.alone(said))
         return
     for name, dtype, index in product(MODELS, get_args(KVDType), _INDEX):
         options = f"/{dtype}" + (f"/{index}" if index != "planar" else "")
@@ -233,7 +240,7 @@ def _ordered_runs(components: tuple[Component, ...]) -> list[tuple[Component, ..
     for a, b in pairwise(edges):
         run = components[a:b]
         text = _format_brace(run)
-        same = tuple(_read_brace(Word(text, 0, text))) == run
+        same = tuple(_read_brace(Word.alone(text))) == run
         runs += [run] if same else [(c,) for c in run]
     return runs
 
