@@ -57,7 +57,7 @@ def _run_step(
     began = time.perf_counter()
     rows.copy(step.items)
     refused = port.load(step.items) if port is not None else []
-    sampled = runner.run(step.items)
+    sampled = {name: run[0] for name, run in runner.run(step.items).items()}
     if port is not None:
         port.store(step.items)
     seconds = time.perf_counter() - began

@@ -2,19 +2,37 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-from attrs import define
+import msgspec
+from attrs import define, field, frozen
+from torch import Tensor
 
 from kvflow.comm import Comm
 from kvflow.engine.memory import Deal, KVMemory, StepRequest, balanced_deal
 from kvflow.engine.messages import StepItem
 from kvflow.engine.pagedstep import PagedMemory
-from kvflow.engine.sampling import Sampled, sample
+from kvflow.engine.sampling import Draws, Sampled, choose
+from kvflow.engine.spec.counters import SpecCounters
+from kvflow.engine.spec.draft import Drafter
+from kvflow.engine.spec.kept import Home, Kept, KeptStates
+from kvflow.engine.spec.pending import PendingStep
+from kvflow.engine.spec.rows import StepRows
 from kvflow.layouts.layout import KVLayout
+from kvflow.layouts.mesh import Placement
+from kvflow.layouts.sharding import Replicated
 from kvflow.models.glm import Glm
-from kvflow.models.segment import Segment
 from kvflow.transfers.executors.base import RankCache
+
+
+@frozen(eq=False)
+class StepPlan:
+    """Who computes what in a step, the same on all ranks: each item with the drafts that can be
+    tried, its share of the target model's pass, its home, and whether its hidden states are kept
+    for the next step."""
+
+    items: tuple[StepItem, ...]
+    requests: tuple[StepRequest, ...]
+    homes: tuple[Home, ...]
+    keeping: tuple[bool, ...]
 
 
 @define(eq=False)
@@ -26,6 +44,12 @@ class StepRunner:
     memory: KVMemory
     comm: Comm
     deal: Deal
+    counters: SpecCounters = field(init=False, factory=SpecCounters)
+    _kept: KeptStates = field(init=False, factory=KeptStates)
+    drafter: Drafter = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.drafter = Drafter(self.model, self.memory, self.comm)
 
     @classmethod
     def over(cls, model: Glm, layout: KVLayout, cache: RankCache, comm: Comm) -> "StepRunner":
@@ -33,48 +57,69 @@ class StepRunner:
         deal = balanced_deal([(rank,) for rank in range(comm.size)])
         return cls(model, PagedMemory(layout, cache, comm), comm, deal)
 
-    def run(self, items: Sequence[StepItem]) -> dict[str, Sampled]:
+    def run(self, items: Sequence[StepItem]) -> dict[str, list[Sampled]]:
         """Computes the items' tokens, stores their KV, and samples where an item asks for it.
-        Returns the tokens sampled on this rank: the one that holds a request's last position."""
-        requests = [
-            StepRequest(item.request_id, item.start, item.stop, deal, item.tables)
-            for item, deal in zip(items, self.deal(items), strict=True)
-        ]
-        mine = [request.local_positions(self.comm.rank) for request in requests]
+
+        Returns the tokens sampled on this rank by request, 1 to ``num_drafts + 1`` of them: on the
+        ranks that compute the request's last position. Whoever forms the next step goes on behind
+        all of them. KV is then valid for every position before the last one, in all components;
+        positions up to ``stop + num_drafts`` need slots, and those behind hold rows that count for
+        nothing. Drafts are tried from the second step on in which an item asks for them."""
+        plan = self.plan(items)
+        emitted = self.launch(plan).read()
+        for item, home in zip(plan.items, plan.homes, strict=True):
+            if item.request_id in emitted and home[0] == self.comm.rank:
+                self.counters.count(item.num_drafts, len(emitted[item.request_id]) - 1)
+        return emitted
+
+    def forget(self, request_id: str) -> None:
+        """The request has left this rank: finished, aborted or preempted."""
+        self._kept.forget(request_id)
+        self.memory.forget(request_id)
+
+    def plan(self, items: Sequence[StepItem]) -> StepPlan:
+        """Deals the items; those without a hidden state to draft from get no drafts."""
+        able, requests, homes = [], [], []
+        for item, queries in zip(items, self.deal(items), strict=True):
+            home = queries.ranks[int(queries.sharding.owner(item.stop - 1))]
+            num_drafts = item.num_drafts if self._can_draft(item, home) else 0
+            stop = item.stop + num_drafts
+            if num_drafts:
+                queries = Placement(Replicated(item.start, stop), (home,))
+            able.append(msgspec.structs.replace(item, num_drafts=num_drafts))
+            requests.append(StepRequest(item.request_id, item.start, stop, queries, item.tables))
+            homes.append(home)
+        keeping = tuple(self._kept.wanted(item) for item in items)
+        return StepPlan(tuple(able), tuple(requests), tuple(homes), keeping)
+
+    def _can_draft(self, item: StepItem, home: Home) -> bool:
+        return self.model.mtp is not None and self._kept.can_draft(item, home)
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Drafts, computes, chooses tokens and stores KV; waits for none of it."""
+        rows = StepRows.of(plan.items, plan.requests, self.comm.rank)
+        draws = Draws.of([(r.sampling, r.position + 1) for r in rows.sampled])
+        tokens = rows.tokens(self.drafter.draft(plan.items, plan.homes, self._kept))
         mtp = frozenset(self.memory.layout.spec.select(part="mtp"))
-        kv = self.memory.open(requests, mtp)
-        segments = [
-            Segment(i, torch.from_numpy(positions), item.stop)
-            for i, (item, positions) in enumerate(zip(items, mine, strict=True))
-            if len(positions)
-        ]
-        tokens = _joined(
-            [np.array(it.tokens)[p - it.start] for it, p in zip(items, mine, strict=True)]
-        )
-        hidden = self.model.forward(tokens, segments, kv, self.comm)
-        sampled, following = self._sample(items, mine, hidden)
+        kv = self.memory.open(plan.requests, mtp)
+        hidden = self.model.forward(tokens, rows.segments, kv, self.comm)
+        place = rows.sampled_rows
+        ends = hidden.index_select(0, place)
+        logits = self.model.logits(ends)
+        chosen = choose(logits, draws)
         if mtp:
-            self.model.write_mtp(following, hidden, segments, kv)
-        return sampled
+            self.model.write_mtp(rows.followers(chosen), hidden, rows.segments, kv)
+        self._keep(plan, rows, ends)
+        own = tokens.index_select(0, place)
+        return PendingStep.of(plan.items, rows.sampled, own, chosen, logits)
 
-    def _sample(
-        self, items: Sequence[StepItem], mine: Sequence[np.ndarray], hidden: torch.Tensor
-    ) -> tuple[dict[str, Sampled], torch.Tensor]:
-        """Samples on the rank of each last position, and says which token follows each row."""
-        sampled: dict[str, Sampled] = {}
-        following, row = [], 0
-        for item, positions in zip(items, mine, strict=True):
-            row += len(positions)
-            behind = np.append(np.array(item.tokens[1:], np.int64), item.next_token or 0)
-            if len(positions) and positions[-1] == item.stop - 1 and item.sampling is not None:
-                logits = self.model.logits(hidden[row - 1 : row])[0]
-                token = sample(logits, item.stop, item.sampling)
-                sampled[item.request_id] = token
-                behind[-1] = token.token
-            following.append(behind[positions - item.start])
-        return sampled, _joined(following)
-
-
-def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
-    whole = np.concatenate(parts) if parts else np.empty(0)
-    return torch.from_numpy(whole.astype(np.int64))
+    def _keep(self, plan: StepPlan, rows: StepRows, hidden: Tensor) -> None:
+        """Keeps the sampled rows' hidden states of requests that may draft from them."""
+        place: dict[int, int] = {}
+        for at, row in enumerate(rows.sampled):
+            place.setdefault(row.item_idx, at)
+        for i, (item, home) in enumerate(zip(plan.items, plan.homes, strict=True)):
+            if plan.keeping[i]:
+                count = item.num_drafts + 1
+                mine = hidden[place[i] : place[i] + count] if i in place else None
+                self._kept.keep(item.request_id, Kept(home, item.stop - 1, count, mine))

@@ -1,4 +1,10 @@
-"""Sampling: a token is a function of (logits, parameters, seed, position) and nothing else."""
+"""Sampling: a token is a function of (logits, parameters, seed, position) and nothing else.
+
+Uniform numbers are drawn on the host before a step, for positions that are known by then; what is
+left for the step are tensor operations that wait for nothing.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,33 +24,66 @@ class Sampled:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, position: int, params: SamplingParams) -> Sampled:
-    """Chooses the token at `position` from `logits` [vocab].
-
-    Temperature 0 takes the largest logit, the smallest id among equals. Otherwise one uniform
-    draw, counter-based on (seed, position), is inverted through the cumulative distribution over
-    the nucleus: the smallest set of most likely tokens whose mass reaches `top_p` (ids break ties).
-    """
-    scores = logits.detach().to(torch.float64)
-    if params.temperature == 0:
-        token = int(torch.nonzero(scores == scores.max())[0])
-    else:
-        token = _draw(
-            (scores - scores.max()) / params.temperature, params.top_p, params.seed, position
-        )
-    if params.num_logprobs is None:
-        return Sampled(token, position)
-    logprobs = torch.log_softmax(scores, dim=-1)
-    best = torch.sort(logprobs, descending=True, stable=True).indices[: params.num_logprobs]
-    top = tuple((int(i), float(logprobs[i])) for i in best)
-    return Sampled(token, position, float(logprobs[token]), top)
-
-
-def _draw(scores: Tensor, top_p: float, seed: int, position: int) -> int:
-    order = torch.sort(scores, descending=True, stable=True).indices
-    probs = torch.softmax(scores[order], dim=-1)
-    mass = torch.cumsum(probs, dim=-1)
-    kept = int((mass < top_p).sum()) + 1
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) of its own for every (seed, position): one draw of Philox4x64."""
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], np.uint64)))
-    u = float(generator.random()) * float(mass[: min(kept, len(mass))][-1])
-    return int(order[min(int((mass <= u).sum()), kept - 1, len(mass) - 1)])
+    return float(generator.random())
+
+
+@frozen(eq=False)
+class Draws:
+    """How each row of a step's logits becomes a token. Rows not in `drawn` (int64 ``[d]``) are
+    greedy; `temperature`, `top_p` and `uniforms` float64 ``[d, 1]`` are of those that are."""
+
+    num_rows: int
+    drawn: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    uniforms: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[SamplingParams, int]]) -> "Draws":
+        """From the parameters of each row and the position its token will have."""
+        drawn = [i for i, (params, _) in enumerate(rows) if params.temperature != 0]
+        numbers = [
+            (rows[i][0].temperature, rows[i][0].top_p, uniform(rows[i][0].seed, rows[i][1]))
+            for i in drawn
+        ]
+        columns = torch.tensor(numbers, dtype=torch.float64).view(-1, 3, 1).unbind(1)
+        return cls(len(rows), torch.tensor(drawn, dtype=torch.int64), *columns)
+
+
+def choose(logits: Tensor, draws: Draws) -> Tensor:
+    """The tokens int64 ``[m]`` for `logits` ``[m, vocab]``.
+
+    Temperature 0 takes the largest logit, the smallest id among equals. Otherwise the row's
+    uniform number is inverted through the cumulative distribution over the nucleus: the smallest
+    set of most likely tokens whose mass reaches `top_p` (ids break ties)."""
+    scores = logits.detach().to(torch.float64)
+    vocab = scores.shape[1]
+    best = scores.amax(1, keepdim=True)
+    ids = torch.arange(vocab, device=scores.device)
+    tokens = torch.where(scores == best, ids, vocab).amin(1)
+    if len(draws.drawn):
+        rows = scores.index_select(0, draws.drawn) - best.index_select(0, draws.drawn)
+        tokens.index_copy_(0, draws.drawn, _draw(rows / draws.temperature, draws))
+    return tokens
+
+
+def _draw(scores: Tensor, draws: Draws) -> Tensor:
+    ordered, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    mass = torch.cumsum(torch.softmax(ordered, 1), 1)
+    last = (mass < draws.top_p).sum(1, keepdim=True).clamp_(max=scores.shape[1] - 1)
+    threshold = draws.uniforms * mass.gather(1, last)
+    place = torch.minimum((mass <= threshold).sum(1, keepdim=True), last)
+    return order.gather(1, place)[:, 0]
+
+
+def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """What the model says of `logits` ``[m, vocab]`` before temperature, float64
+    ``[m, 1 + 2 * count]``: the log-probability of each row's token, the ids of the `count` most
+    likely tokens (ids break ties), and their log-probabilities."""
+    values = torch.log_softmax(logits.detach().to(torch.float64), 1)
+    ordered, order = torch.sort(values, dim=1, descending=True, stable=True)
+    chosen = values.gather(1, tokens[:, None])
+    return torch.cat([chosen, order[:, :count].to(torch.float64), ordered[:, :count]], 1)

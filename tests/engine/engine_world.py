@@ -176,8 +176,8 @@ def one_rank_tokens(one, kv_dtype, dtype="float64"):
     cache = RankCache.allocate(layout, 0, {"kv": 1})
     runner, table, name = StepRunner.over(model, layout, cache, LocalComm()), {"kv": [0]}, "alone"
     item = StepItem(name, 0, list(one.prompt), None, table, one.sampling)
-    tokens = [runner.run([item])[name].token]
+    tokens = [runner.run([item])[name][0].token]
     while len(tokens) < one.sampling.max_tokens:
         item = StepItem(name, n + len(tokens) - 1, tokens[-1:], None, table, one.sampling)
-        tokens.append(runner.run([item])[name].token)
+        tokens.append(runner.run([item])[name][0].token)
     return tokens

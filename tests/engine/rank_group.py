@@ -51,7 +51,7 @@ class Group:
             return sampled
 
         results = run_ranks(size, rank, traces=traces)
-        return traces, {k: s.token for r in results for k, s in r.items()}
+        return traces, {k: s[0].token for r in results for k, s in r.items()}
 
     def images(self):
         return [

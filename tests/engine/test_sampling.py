@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvflow.engine.api import InvalidRequest, SamplingParams
 from kvflow.engine.finish import finish_reason
-from kvflow.engine.sampling import sample
+from kvflow.engine.sampling import Draws, Sampled, choose, logprobs, uniform
 
 LOGITS = [1.5, 0.0, 2.0, -1.0, 2.0, 0.5]
 # 0.999 quantile of chi-square by degrees of freedom (any table)
@@ -19,6 +19,30 @@ CHI_SQUARE = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52}
 
 def params(**changes):
     return SamplingParams(**({"max_tokens": 4} | changes))
+
+
+def sample(logits, position, p):
+    """One row alone."""
+    token = choose(logits[None], Draws.of([(p, position)]))
+    if p.num_logprobs is None:
+        return Sampled(int(token), position)
+    own, *said = logprobs(logits[None], token, p.num_logprobs)[0].tolist()
+    top = tuple(zip(map(int, said[: p.num_logprobs]), said[p.num_logprobs :], strict=True))
+    return Sampled(int(token), position, own, top)
+
+
+def by_hand(logits, position, p):
+    """The token, one row and one number at a time; u as numpy's Philox says."""
+    scores = logits.to(torch.float64)
+    if p.temperature == 0:
+        return logits.tolist().index(logits.max().item())
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))
+    probs = torch.softmax((scores - scores.max())[order] / p.temperature, 0)
+    mass = torch.cumsum(probs, 0).tolist()
+    kept = next((i for i, total in enumerate(mass) if total >= p.top_p), len(mass) - 1)
+    philox = np.random.Philox(key=np.array([p.seed, position], np.uint64))
+    u = np.random.Generator(philox).random() * mass[kept]
+    return order[next((i for i, total in enumerate(mass[:kept]) if total > u), kept)]
 
 
 def nucleus(temperature, top_p):
@@ -46,11 +70,12 @@ def test_greedy_takes_the_smallest_id_among_equals(logits, position):
 def test_draws_follow_the_distribution(temperature, top_p, by):
     """Chi-square over 4000 draws at other positions, or with other seeds."""
     draws, logits = 4000, torch.tensor(LOGITS)
-    counts = dict.fromkeys(range(len(LOGITS)), 0)
+    rows = []
     for i in range(draws):
         seed, position = (11, i) if by == "position" else (i, 11)
-        p = params(temperature=temperature, top_p=top_p, seed=seed)
-        counts[sample(logits, position, p).token] += 1
+        rows.append((params(temperature=temperature, top_p=top_p, seed=seed), position))
+    tokens = choose(logits.expand(draws, -1), Draws.of(rows))
+    counts = dict(enumerate(tokens.bincount(minlength=len(LOGITS)).tolist()))
     expected = nucleus(temperature, top_p)
     assert {t for t, n in counts.items() if n} <= set(expected)
     if len(expected) > 1:
@@ -66,6 +91,37 @@ def test_a_draw_is_a_function_of_seed_and_position(seed, position):
     torch.manual_seed(3)
     assert sample(logits, position, p) == first
     assert sample(logits.to(torch.float64), position, p).token == first.token
+
+
+@given(st.data())
+def test_rows_are_chosen_together_as_one_by_one(data):
+    """Greedy and drawn rows mixed, ties included."""
+    vocab = data.draw(st.integers(1, 40))
+    rows = data.draw(st.integers(0, 9))
+    value = st.one_of(st.sampled_from([0.0, 1.0, -3.0]), st.floats(-9, 9, width=32))
+    logits = [data.draw(st.lists(value, min_size=vocab, max_size=vocab)) for _ in range(rows)]
+    wishes = [
+        params(
+            temperature=data.draw(st.sampled_from([0, 0.3, 1.0, 4.0])),
+            top_p=data.draw(st.sampled_from([1.0, 0.9, 0.2, 1e-9])),
+            seed=data.draw(st.integers(0, 2**63 - 1)),
+        )
+        for _ in range(rows)
+    ]
+    at = [data.draw(st.integers(0, 2**40)) for _ in range(rows)]
+    together = torch.tensor(logits, dtype=torch.float32).view(rows, vocab)
+    got = choose(together, Draws.of(list(zip(wishes, at, strict=True)))).tolist()
+    assert got == [by_hand(together[i], at[i], wishes[i]) for i in range(rows)]
+
+
+def test_tokens_of_earlier_versions_are_drawn_still():
+    """Golden: seeded draws of a fixed table of logits."""
+    logits = torch.sin(torch.arange(64) * 0.37) * 3
+    wish = params(seed=1234, temperature=0.8, top_p=0.95)
+    drawn = [sample(logits, i, wish).token for i in range(12)]
+    assert drawn == [5, 21, 39, 57, 5, 54, 54, 36, 39, 22, 23, 4]
+    assert uniform(1, 2) == 0.30931491118583454
+    assert uniform(2**63 - 1, 2**40) == 0.8413283553663722
 
 
 def test_other_seeds_and_positions_draw_otherwise():

@@ -111,7 +111,7 @@ class DecodeWorker:
         """The tokens sampled on this rank, and the seconds the step took."""
         began = time.perf_counter()
         sampled = self.runner.run(items)
-        return {k: [s] for k, s in sampled.items()}, time.perf_counter() - began
+        return sampled, time.perf_counter() - began
 
     def counters(self) -> dict[str, float]:
         """What this rank's memory and runner have to report."""
