@@ -13,7 +13,16 @@ from kvflow.layouts.paging import Paged
 from kvflow.layouts.record import Field, Record
 from kvflow.layouts.sharding import Replicated, RoundRobin
 from kvflow.layouts.spec import Component, KVCacheSpec
-from kvflow.layouts.text import TextError, format_placement, format_record, parse_spec
+from kvflow.layouts.text import (
+    TextError,
+    format_layout,
+    format_members,
+    format_placement,
+    format_record,
+    parse_layout,
+    parse_members,
+    parse_spec,
+)
 from kvflow.layouts.text.placement import format_ranks, read_paging, read_placement, read_ranks
 from kvflow.layouts.text.records import read_record
 from kvflow.layouts.text.scan import Word, words_of
@@ -199,6 +208,62 @@ def test_the_kind_that_a_record_suggests(text: str, kind: Any) -> None:
     assert parse_spec(text) == KVCacheSpec((component,))
 
 
+# --- whole texts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "column", "said"),
+    [
+        ("dcp2 on", "on", 6, "a model (glm-5.3"),
+        ("dcp2 on 1|0", "1|0", 9, "to be followed by a paging: paged(B)"),
+        ("dcp2 tiny tiny/fp8", "tiny/fp8", 11, "to be followed by a paging: paged(B)"),
+        ("dcp2 a:paged(4) b:paged(4)", "b:paged(4)", 17, "to be followed by a model (glm-5.3"),
+        ("dcp2 tiny paged(4) heads(0|1) heads(0|1)", "heads(0|1)", 31, "heads(...) once"),
+        ("dcp2 tiny paged(4) header(0|1)", "header(0|1)", 20, "a paging: paged(B), pool(B)"),
+        ("dcp2 tiny paged(4) stages", "stages", 20, "a model (glm-5.3"),
+    ],
+)
+def test_texts_that_are_not_whole(text: str, at: str, column: int, said: str) -> None:
+    begin = f"{at!r} at column {column} of {text!r}: expected {said}"
+    with pytest.raises(TextError, match=f"^{re.escape(begin)}"):
+        parse_layout(text)
+
+
+def test_a_group_alone_holds_everything_whatever_its_name() -> None:
+    text = "dcp2(i=1) latent:paged(4) tiny/fp8"
+    layout = parse_layout(text)
+    assert layout.groups[0].components == layout.spec.names
+    assert format_layout(layout) == text
+    two = parse_layout("dcp2 latent:paged(4) a[indexer]:paged(4) tiny")
+    assert [g.components for g in two.groups] == [
+        two.spec.select(kind="latent"),
+        *[two.spec.select(kind="indexer")],
+    ]
+    with pytest.raises(TextError, match="groups must place every component once"):
+        parse_layout("dcp2 latent:paged(4) a:paged(4) tiny")
+
+
+def test_members_of_a_spec_by_item() -> None:
+    spec = parse_spec("tiny")
+    for text, names in (
+        ("", ()),
+        ("latent", ("latent.0", "latent.1", "latent.2")),
+        ("indexer.2,latent.0-1", ("indexer.2", "latent.0", "latent.1")),
+        ("all.2", ("latent.2", "indexer.2")),
+        ("all", spec.names),
+    ):
+        assert parse_members(text, spec) == names
+        assert format_members(spec, names) == text
+
+
+def test_content_keeps_its_order_unless_a_model_says_some_too() -> None:
+    alone = parse_spec("{latent.0:bf16} content(b=x,a=y)")
+    assert alone.content == (("b", "x"), ("a", "y"))
+    assert format_spec(alone) == ["bf16", "content(b=x,a=y)"]
+    both = parse_spec("tiny content(weights=w) content(model=m)").content
+    assert list(both) == sorted((*parse_spec("tiny").content, ("weights", "w"), ("model", "m")))
+
+
 # --- components and content -----------------------------------------------------------------------
 
 
@@ -237,7 +302,8 @@ def test_layers_are_written_short(layers: list[int], text: str) -> None:
         "tiny/fp8", "tiny/fp8/row", "glm-5.3/bfloat16", "gqa(4,8,128)/bfloat16",
         "gqa(1,2,2)/float32[h t e]", "(key:uint8x4x2h)[h t e]",
         "fp8_index", "{latent.1:bf16}", "{indexer.0:bf16}",
-        "{latent.0@mtp:bf16}", "{latent.3:bf16}{indexer.0:fp8_index}", "{key.0:bf16}",
+        "{latent.0@mtp:bf16}", "{latent.3:bf16}{latent.0-1:bf16}",
+        "{latent.3:bf16}{indexer.0:fp8_index}", "{key.0:bf16}",
         "{latent.0-1:bf16,indexer.0-1:fp8_index[row]}",
     ],
 )  # fmt: skip

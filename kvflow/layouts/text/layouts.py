@@ -49,14 +49,14 @@ def parse_layout(text: str, spec: KVCacheSpec | None = None) -> KVLayout:
         words[-1].fail(f"to be followed by {PAGINGS}")
     if len(specs) > 1:
         specs[1].fail("one spec, another one was named before")
-    if specs:
-        spec = read_spec(specs[0])
+    for word in specs:
+        spec = read_spec(word)
     if spec is None:
         words[-1].fail(f"to be followed by {EXPECTED}")
     if "content" in extents:
         own = read_content(extents["content"])
         spec = KVCacheSpec(spec.components, with_content(spec.content, own))
-    members = tuple(_read_group(spec, word, len(groups) == 1) for word in groups)
+    members = tuple(_read_group(spec, *group, len(groups) == 1) for group in groups)
     try:
         return KVLayout(spec, placement, members, **_read_extents(spec, extents))
     except TextError:
@@ -108,17 +108,21 @@ def format_layout(layout: KVLayout, spec: KVCacheSpec | None = None) -> str:
     return " ".join(words)
 
 
-def _sorted(words: list[Word]) -> tuple[list[Word], list[Word], dict[str, Word]]:
+_Group = tuple[Word, re.Match[str]]
+
+
+def _sorted(words: list[Word]) -> tuple[list[_Group], list[Word], dict[str, Word]]:
     """Groups, specs, and the others by their names."""
-    groups, specs, extents = [], [], {}
+    groups: list[_Group] = []
+    specs, extents = [], {}
     for word in words:
         name = word.text.partition("(")[0]
         if name in _EXTENTS and word.call() is not None:
             if name in extents:
                 word.fail(f"{name}(...) once, it was said before")
             extents[name] = word
-        elif _GROUP.fullmatch(word.text):
-            groups.append(word)
+        elif (match := _GROUP.fullmatch(word.text)) is not None:
+            groups.append((word, match))
         elif is_spec(word):
             specs.append(word)
         else:
@@ -156,12 +160,9 @@ def _format_stage(spec: KVCacheSpec, stage: Stage) -> str:
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def _read_group(spec: KVCacheSpec, word: Word, alone: bool) -> CacheGroup:
+def _read_group(spec: KVCacheSpec, word: Word, match: re.Match[str], alone: bool) -> CacheGroup:
     """`paging`, `name:paging` or `name[members]:paging`. Of several groups, one that is called
     like a kind holds that kind; any other holds everything, unless its members are said."""
-    match = _GROUP.fullmatch(word.text)
-    if match is None:
-        word.fail(PAGINGS)
     name = match["name"] or "kv"
     if name.startswith('"'):
         name = str(json.loads(name))

@@ -201,7 +201,7 @@ def format_spec(spec: KVCacheSpec) -> list[str]:
             own = [pair for pair in spec.content if pair not in known.content]
             return [name, *_content_words(own)]
     if len(spec.components) == 1:
-        component = spec.components[0]
+        (component,) = spec.components
         if component == Component(_kind_of(component.record), 0, component.record):
             return [format_record(component.record), *_content_words(spec.content)]
     braces = "".join(f"{{{_format_brace(run)}}}" for run in _ordered_runs(spec.components))
