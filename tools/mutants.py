@@ -23,6 +23,7 @@ LAYOUTS, TRANSFERS = "tests/layouts/test_", "tests/transfers/test_"
 LAWFUL = LAYOUTS + "lawful_values.py"
 TEXTS = [LAYOUTS + "text_words.py", LAYOUTS + "text.py"]
 CATALOGUED = [LAYOUTS + "catalogue.py"]
+GOLDEN = [LAYOUTS + "catalogue.py::test_golden_numbers", *CATALOGUED]
 HEADS = TRANSFERS + "heads_and_copies.py"
 TESTS = {
     "kvflow/layouts/sharding.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py", LAWFUL],
@@ -43,6 +44,13 @@ TESTS = {
     "kvflow/layouts/catalogue/axes.py": [LAYOUTS + "axes.py", *CATALOGUED],
     "kvflow/layouts/catalogue/entry.py": CATALOGUED,
     "kvflow/layouts/catalogue/vllm_host.py": CATALOGUED,
+    "kvflow/layouts/catalogue/__init__.py": CATALOGUED,
+    "kvflow/layouts/catalogue/vllm.py": GOLDEN,
+    "kvflow/layouts/catalogue/vllm_mla.py": GOLDEN,
+    "kvflow/layouts/catalogue/sglang.py": GOLDEN,
+    "kvflow/layouts/catalogue/trtllm.py": GOLDEN,
+    "kvflow/layouts/catalogue/dynamo.py": GOLDEN,
+    "kvflow/layouts/catalogue/lmcache.py": GOLDEN,
     "kvflow/layouts/text/scan.py": TEXTS,
     "kvflow/layouts/text/placement.py": TEXTS,
     "kvflow/layouts/text/members.py": TEXTS,
@@ -62,6 +70,8 @@ TESTS = {
     "kvflow/transfers/readiness.py": [TRANSFERS + "readiness.py"],
     "kvflow/transfers/wire.py": [TRANSFERS + "plan_wire.py"],
     "kvflow/transfers/handshake.py": [TRANSFERS + "handshake.py"],
+    "kvflow/transfers/slot_cuts.py": [TRANSFERS + "slot_cuts.py"],
+    "kvflow/transfers/predict.py": [TRANSFERS + "cost.py"],
     "kvflow/transfers/cost.py": [TRANSFERS + "cost.py"],
 }  # fmt: skip
 COMPARE = {
