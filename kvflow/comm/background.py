@@ -71,6 +71,9 @@ class Pending(Generic[T]):
 class Lane(Protocol):
     """Runs jobs in the order they are issued."""
 
+    @property
+    def clock(self) -> Clock: ...
+
     def issue(self, job: Job[T]) -> Pending[T]: ...
 
 

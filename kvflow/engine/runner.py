@@ -7,9 +7,9 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from kvflow.comm import Comm
+from kvflow.engine.access import PagedMemory
 from kvflow.engine.memory import Deal, KVMemory, StepRequest, balanced_deal
 from kvflow.engine.messages import StepItem
-from kvflow.engine.pagedstep import PagedMemory
 from kvflow.engine.sampling import Draws, Sampled, choose
 from kvflow.engine.spec.counters import SpecCounters
 from kvflow.engine.spec.draft import Drafter
