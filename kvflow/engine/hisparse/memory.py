@@ -7,7 +7,7 @@ from attrs import define, field
 
 from kvflow.comm import Comm
 from kvflow.engine.hisparse.pool import Allocate, LatentPool, zeros
-from kvflow.engine.hisparse.reads import Reads
+from kvflow.engine.hisparse.reads import Reads, ShardQueries, plan_reads
 from kvflow.engine.hisparse.request import RequestRows
 from kvflow.engine.hisparse.sizes import HiSparseSizes
 from kvflow.engine.hisparse.step import HiSparseStep
@@ -25,7 +25,7 @@ class HiSparseMemory:
 
     pool: LatentPool
     comm: Comm
-    reads: dict[tuple[str, ...], Reads] = field(init=False, factory=dict)
+    _reads: dict[tuple[str, ...], Reads] = field(init=False, factory=dict)
     _requests: dict[str, RequestRows] = field(init=False, factory=dict)
     _seats: list[int] = field(init=False)
     _group: dict[str, tuple[str, ...]] = field(init=False)
@@ -139,10 +139,17 @@ class HiSparseMemory:
             raise KvflowError(f"request {request_id!r} has no seat, nothing of it can be flushed")
         held.flush()
 
-    def forget_hot_rows(self, group: tuple[str, ...]) -> None:
-        """Hot rows of an index group are fetched anew: its layers do not hold the same ones."""
-        for held in self._requests.values():
-            held.groups[group].hot.forget(0)
+    def plan_reads(
+        self, which: ShardQueries, requests: Sequence[RequestRows], group: tuple[str, ...]
+    ) -> Reads:
+        """Slots for the rows that queries of a step attend to. If the layers of the group do not
+        hold the same rows, because a step was broken off, all are fetched anew."""
+        last = self._reads.get(group)
+        if last is not None and not last.is_complete:
+            for held in self._requests.values():
+                held.groups[group].hot.forget(0)
+        reads = self._reads[group] = plan_reads(which, requests, group)
+        return reads
 
 
 def _add(total: dict[str, float], held: RequestRows) -> None:

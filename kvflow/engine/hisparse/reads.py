@@ -1,11 +1,11 @@
-"""Reads: the rows that the queries of a step attend to, found in slots of the device's pool.
+"""Reads: the rows that queries attend to, found in slots of the device's pool.
 
 All rows of one query are on the device at a time. Where the queries of a request choose more rows
 than its hot rows hold, they are read in parts, one behind the other; of several requests the
 first parts go together, then the second ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,126 +13,146 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from kvflow.engine.hisparse.request import GroupRows, RequestRows
+from kvflow.layouts.counts import each_of
 from kvflow.layouts.sharding import Ints
-from kvflow.models.selection import Group, Selection, group_size
+from kvflow.models.selection import Group, group_size
 from kvflow.transfers.operators.hotfetch import Misses
 
 
 @frozen(eq=False)
-class Wanted:
-    """What queries of one request choose: `queries` int64 [m] are their places in the step, `rows`
-    int64 [m, k] local indices of which the first ``counts[i]`` of query i are real."""
+class ShardQueries:
+    """Queries, and the rows of this rank's shard that each attends to.
 
-    queries: Ints
-    rows: Ints
+    request: int64 ``[m]``, the index in the step of each query's request. counts: int64 ``[m]``,
+    how many rows it chose here, 0 included. local: int64 ``[sum(counts)]``, their local indices
+    in the shard, query after query, each once. topk: the most there can be."""
+
+    request: Ints
     counts: Ints
+    local: Ints
+    topk: int
 
-    @property
-    def real(self) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
-        return np.arange(self.rows.shape[1]) < self.counts[:, None]
-
-    def part(self, start: int, stop: int) -> "Wanted":
-        """Some of the queries."""
-        return Wanted(self.queries[start:stop], self.rows[start:stop], self.counts[start:stop])
+    def local_of(self, queries: Ints) -> Ints:
+        """The local indices that some queries chose, query after query."""
+        begins = np.cumsum(self.counts) - self.counts
+        query, nth = each_of(self.counts[queries])
+        found: Ints = self.local[begins[queries][query] + nth]
+        return found
 
 
 @frozen(eq=False)
 class Part:
     """Queries whose rows are on the device together: what to fetch first, the slots read, int64
-    [t], each once, and the queries as `models.reading.attend` takes them."""
+    [t], each once; `queries` int64 [m] are their places among all, ``counts[i]`` of `index` int64
+    [sum(counts)] the places of their rows among the slots, query after query."""
 
     misses: tuple[Misses, ...]
     slots: Tensor
-    groups: tuple[Group, ...]
+    queries: Tensor
+    counts: Tensor
+    index: Tensor
+    topk: int
+
+    def groups(self) -> tuple[Group, ...]:
+        """The queries by the size each is padded to; those without rows are left out."""
+        sizes = torch.tensor([group_size(n, self.topk) if n else 0 for n in self.counts.tolist()])
+        begins = torch.cumsum(self.counts, 0) - self.counts
+        groups = []
+        for size in torch.unique(sizes).tolist():
+            mine = (sizes == size).nonzero().flatten()
+            counts, nth = self.counts[mine], torch.arange(size)
+            lanes = begins[mine, None] + torch.minimum(nth, counts[:, None] - 1)
+            if size:
+                groups.append(Group(self.queries[mine], self.index[lanes], counts))
+        return tuple(groups)
 
 
 @define(eq=False)
 class Reads:
-    """The parts of one selection for one index group. Each layer of the group reads them once, in
-    order: its rows then lie as those of every other layer. A single part is fetched for all layers
-    at once; several are fetched by each layer for itself."""
+    """What queries of a step read, planned once for an index group. Each layer of the group reads
+    the parts once, in order: its rows then lie as those of every other layer. The first layer
+    fetches for all of them, unless there are several parts, or rows that the later layers have not
+    published yet: then each layer fetches for itself."""
 
-    selection: Selection
     group: tuple[str, ...]
     parts: Sequence[Part]
+    together: bool
+    groups: Sequence[tuple[Group, ...]] = field(init=False)
     unread: set[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.groups = [part.groups() for part in self.parts]
         self.unread = set(self.group)
 
     @property
-    def is_fetched(self) -> bool:
+    def is_untouched(self) -> bool:
+        return len(self.unread) == len(self.group)
+
+    @property
+    def is_complete(self) -> bool:
         """Whether all layers hold the same rows."""
-        return not self.unread or (len(self.parts) == 1 and len(self.unread) < len(self.group))
+        return not self.unread or (self.together and not self.is_untouched)
 
 
 def plan_reads(
-    selection: Selection,
-    wanted: Mapping[int, Wanted],
-    requests: Sequence[RequestRows],
-    group: tuple[str, ...],
+    which: ShardQueries, requests: Sequence[RequestRows], group: tuple[str, ...]
 ) -> Reads:
-    """Gives every chosen row a slot. `wanted` is by request, an index of `requests`."""
-    shares = {i: list(_split(w, requests[i].groups[group])) for i, w in wanted.items()}
+    """Gives every chosen row a slot; `requests` are those of the step."""
+    shares = [
+        list(_split(which, np.flatnonzero(which.request == i), requests[i].groups[group]))
+        for i in np.unique(which.request).tolist()
+    ]
     parts = []
-    for n in range(max(map(len, shares.values()), default=0)):
-        together = {i: share[n] for i, share in shares.items() if n < len(share)}
-        parts.append(_part(together, requests, group, selection.topk))
-    return Reads(selection, group, parts)
+    for n in range(max(map(len, shares), default=0)):
+        together = [share[n] for share in shares if n < len(share)]
+        parts.append(_part(which, together, requests, group))
+    together = len(parts) == 1 and not any(rows.groups[group].missed_new for rows in requests)
+    return Reads(group, parts, together)
 
 
-def _split(wanted: Wanted, rows: GroupRows) -> Iterator[Wanted]:
-    """Consecutive queries whose hot rows fit together, as many as do."""
+def _split(which: ShardQueries, queries: Ints, rows: GroupRows) -> Iterator[Ints]:
+    """Consecutive queries of one request whose hot rows fit together, as many as do."""
     limit, capacity = rows.tail.first_row, rows.hot.capacity
-    hot = wanted.real & (wanted.rows < limit)
-    if len(np.unique(wanted.rows[hot])) <= capacity:
-        yield wanted
+    local = which.local_of(queries)
+    if len(np.unique(local[local < limit])) <= capacity:
+        yield queries
         return
     seen = np.zeros(limit, np.bool_)
     start, count = 0, 0
-    for i in range(len(wanted.queries)):
-        mine = wanted.rows[i][hot[i]]
+    for i in range(len(queries)):
+        mine = which.local_of(queries[i : i + 1])
+        mine = mine[mine < limit]
         fresh = int((~seen[mine]).sum())
         if count + fresh > capacity:
-            yield wanted.part(start, i)
+            yield queries[start:i]
             seen[:] = False
             start, count, fresh = i, 0, len(mine)
         seen[mine] = True
         count += fresh
-    yield wanted.part(start, len(wanted.queries))
+    yield queries[start:]
 
 
 def _part(
-    wanted: Mapping[int, Wanted],
+    which: ShardQueries,
+    shares: Sequence[Ints],
     requests: Sequence[RequestRows],
     group: tuple[str, ...],
-    topk: int,
 ) -> Part:
-    misses, queries, slots, counts = [], [], [], []
-    width = group_size(max(w.rows.shape[1] for w in wanted.values()), topk)
-    for i, w in wanted.items():
-        real = w.real
-        rows, where = np.unique(w.rows[real], return_inverse=True)
-        found, missing = requests[i].groups[group].resolve(rows)
-        misses.append(requests[i].misses(rows[missing], found[missing]))
-        at = np.zeros((len(w.rows), width), np.int64)
-        at[:, : w.rows.shape[1]][real] = found[where]
-        at[np.arange(width) >= w.counts[:, None]] = found[0] if len(found) else 0
-        queries.append(w.queries)
-        slots.append(at)
-        counts.append(w.counts)
-    read, rows_of = np.unique(np.concatenate(slots), return_inverse=True)
-    together = Wanted(np.concatenate(queries), rows_of.reshape(-1, width), np.concatenate(counts))
-    return Part(tuple(misses), torch.from_numpy(read), _grouped(together, topk))
-
-
-def _grouped(wanted: Wanted, topk: int) -> tuple[Group, ...]:
-    """Queries padded to a size that depends on each alone; those without rows are left out."""
-    sizes = np.array([group_size(n, topk) for n in wanted.counts.tolist()], np.int64)
-    sizes[wanted.counts == 0] = 0
-    groups = []
-    for size in np.unique(sizes[sizes > 0]).tolist():
-        mine = sizes == size
-        columns = (wanted.queries[mine], wanted.rows[mine, :size], wanted.counts[mine])
-        groups.append(Group(*(torch.from_numpy(np.ascontiguousarray(c)) for c in columns)))
-    return tuple(groups)
+    misses, slots, index, num_slots = [], [], [], 0
+    for queries in shares:
+        held = requests[int(which.request[queries[0]])]
+        rows, where = np.unique(which.local_of(queries), return_inverse=True)
+        found, missing = held.groups[group].resolve(rows)
+        misses.append(held.lanes(rows[missing], found[missing]))
+        slots.append(found)
+        index.append(where + num_slots)
+        num_slots += len(found)
+    queries = np.concatenate(shares)
+    return Part(
+        tuple(misses),
+        torch.from_numpy(np.concatenate(slots)),
+        torch.from_numpy(queries),
+        torch.from_numpy(which.counts[queries]),
+        torch.from_numpy(np.concatenate(index)),
+        which.topk,
+    )

@@ -7,7 +7,7 @@ from attrs import define, field, frozen
 
 from kvflow.engine.hisparse.hot import HotRows
 from kvflow.engine.hisparse.sizes import LATENT
-from kvflow.engine.hisparse.tail import TailPages
+from kvflow.engine.hisparse.tail import Moves, TailPages
 from kvflow.layouts.layout import Binding
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.operators.hotfetch import DeviceSlots, Misses
@@ -19,12 +19,22 @@ if TYPE_CHECKING:
 @define(eq=False)
 class GroupRows:
     """One index group's share: the newest rows in tail pages, others in hot rows, none in both.
-    Rows are local indices of the rank."""
+    Rows are local indices of the rank; those from `first_new` on are written by the step that runs,
+    and `missed_new` says whether one of them is to be fetched from the host."""
 
     tail: TailPages
     hot: HotRows
+    first_new: int = field(init=False, default=0)
+    missed_new: bool = field(init=False, default=False)
     hits: int = field(init=False, default=0)
     misses: int = field(init=False, default=0)
+
+    def advance(self, cached: int, total: int) -> Moves:
+        """A step begins that writes the rows [cached, total)."""
+        self.first_new, self.missed_new = cached, False
+        moves = self.tail.advance(cached, total)
+        self.hot.forget(min(cached, self.tail.first_row))
+        return moves
 
     def resolve(self, rows: Ints) -> "tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]":
         """Slots for rows int64 [n], each once, and which of them must be fetched."""
@@ -33,6 +43,7 @@ class GroupRows:
         slots[new] = self.tail.slots(rows[new])
         placed = self.hot.resolve(rows[~new])
         slots[~new], missing[~new] = placed.slots, placed.missing
+        self.missed_new |= bool((rows[missing] >= self.first_new).any())
         self.misses += int(missing.sum())
         self.hits += len(rows) - int(missing.sum())
         return slots, missing
@@ -74,10 +85,9 @@ class RequestRows:
         mine, placement = self.groups[group], self.pool.layout.placement
         shard, sharding = placement.shard_of(self.pool.rank), placement.sharding
         cached, total = (int(sharding.local_len(n, shard)) for n in (start, stop))
-        moves = mine.tail.advance(cached, total)
-        mine.hot.forget(min(cached, mine.tail.first_row))
-        self.pool.mirror(group, [self._rows(*moves.mirror)])
-        self.pool.fetch(group, [self._rows(*moves.load)])
+        moves = mine.advance(cached, total)
+        self.pool.mirror(group, [self.lanes(*moves.mirror)])
+        self.pool.fetch(group, [self.lanes(*moves.load)])
         rows = np.arange(cached, total)
         kept = rows >= mine.tail.first_row
         new = sharding.token(shard, rows) - start
@@ -85,20 +95,17 @@ class RequestRows:
         host = self.binding.slots(LATENT, positions, self.pool.rank)
         return Written(new[kept], mine.tail.slots(rows[kept]), new[~kept], host)
 
-    def misses(self, rows: Ints, slots: Ints) -> Misses:
-        """Rows of the host that are to land in slots of the pool."""
-        return self._rows(rows, slots)
-
     def flush(self) -> None:
         """The host gets all rows it has not."""
         for group, mine in self.groups.items():
-            self.pool.mirror(group, [self._rows(*mine.tail.flush())])
+            self.pool.mirror(group, [self.lanes(*mine.tail.flush())])
 
     def discard(self) -> None:
         for mine in self.groups.values():
             mine.tail.discard()
 
-    def _rows(self, rows: Ints, slots: Ints) -> Misses:
+    def lanes(self, rows: Ints, slots: Ints) -> Misses:
+        """Rows of the host and the slots of the pool that they land in, or come from."""
         placement = self.pool.layout.placement
         positions = placement.sharding.token(placement.shard_of(self.pool.rank), rows)
         return Misses(self.binding, positions, DeviceSlots(slots))

@@ -9,7 +9,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from kvflow.engine.hisparse.reads import Reads, Wanted, plan_reads
+from kvflow.engine.hisparse.reads import Part, Reads, ShardQueries
 from kvflow.engine.hisparse.request import RequestRows
 from kvflow.engine.hisparse.sizes import INDEXER
 from kvflow.engine.memory import StepRequest
@@ -44,6 +44,7 @@ class HiSparseStep:
     requests: Sequence[StepRequest]
     rows: Sequence[RequestRows]
     _writes: dict[tuple[str, ...], _Writes] = field(init=False, factory=dict)
+    _planned: dict[tuple[str, ...], tuple[Selection, Reads]] = field(init=False, factory=dict)
     _index_slots: tuple[Tensor, ...] = field(init=False, default=())
 
     def __attrs_post_init__(self) -> None:
@@ -100,57 +101,46 @@ class HiSparseStep:
         record = self.memory.layout.spec[component].record
         out = queries.new_zeros(*queries.shape[:2], latent_rank(record))
         reads = self._reads(component, selection)
-        pool, together = self.memory.pool, len(reads.parts) == 1
-        for part in reads.parts:
-            if not together:
-                pool.fetch((component,), part.misses)
-            elif len(reads.unread) == len(reads.group):
-                pool.fetch(reads.group, part.misses)
-            table = decode_latent(record, pool.read(component, part.slots), queries.dtype)
-            for group in part.groups:
+        for part, groups in zip(reads.parts, reads.groups, strict=True):
+            table = decode_latent(record, self._fetched(component, reads, part), queries.dtype)
+            for group in groups:
                 attend(queries, table, group, out)
         reads.unread.remove(component)
         return out
+
+    def _fetched(self, component: str, reads: Reads, part: Part) -> Tensor:
+        """Packed rows of the part's slots, which hold what they should from now on."""
+        pool = self.memory.pool
+        if not reads.together:
+            pool.fetch((component,), part.misses)
+        elif reads.is_untouched:
+            pool.fetch(reads.group, part.misses)
+        return pool.read(component, part.slots)
 
     def _reads(self, component: str, selection: Selection) -> Reads:
         """The reads of a selection, planned by the first layer of its index group."""
         group = self.memory.group_of(component)
         if group not in self._writes:
             raise KvflowError(f"{component} is attended to before its new rows are published")
-        reads = self.memory.reads.get(group)
-        if reads is not None and reads.selection is selection and component in reads.unread:
-            return reads
-        if reads is not None and not reads.is_fetched:
-            self.memory.forget_hot_rows(group)
-        reads = plan_reads(selection, _wanted(selection), self.rows, group)
-        self.memory.reads[group] = reads
-        return reads
+        planned = self._planned.get(group)
+        if planned is None or planned[0] is not selection or component not in planned[1].unread:
+            reads = self.memory.plan_reads(self._queries(selection), self.rows, group)
+            planned = self._planned[group] = (selection, reads)
+        return planned[1]
+
+    def _queries(self, selection: Selection) -> ShardQueries:
+        """The same selection by local indices."""
+        counts, before = selection.counts.numpy(), 0
+        none = np.empty(0, np.int64)
+        request, chosen = [none], [none]
+        for segment, positions in zip(selection.segments, selection.chosen, strict=True):
+            n = len(segment)
+            real = np.arange(positions.shape[1]) < counts[before : before + n, None]
+            request.append(np.full(n, segment.request_idx))
+            chosen.append(positions.numpy()[real])
+            before += n
+        local = self.memory.layout.placement.sharding.local(np.concatenate(chosen))
+        return ShardQueries(np.concatenate(request), counts, local, selection.topk)
 
     def release(self, component: str) -> None:
         """Nothing is kept for one layer."""
-
-
-def _wanted(selection: Selection) -> dict[int, Wanted]:
-    """What each request's queries choose."""
-    found: dict[int, list[Wanted]] = {}
-    before = 0
-    counts = selection.counts.numpy()
-    for segment, chosen in zip(selection.segments, selection.chosen, strict=True):
-        mine = slice(before, before + len(segment))
-        if len(segment):
-            wanted = Wanted(np.arange(mine.start, mine.stop), chosen.numpy(), counts[mine])
-            found.setdefault(segment.request_idx, []).append(wanted)
-        before = mine.stop
-    return {i: _joined(parts) for i, parts in found.items()}
-
-
-def _joined(parts: list[Wanted]) -> Wanted:
-    if len(parts) == 1:
-        return parts[0]
-    width = max(p.rows.shape[1] for p in parts)
-    rows = [np.pad(p.rows, ((0, 0), (0, width - p.rows.shape[1]))) for p in parts]
-    return Wanted(
-        np.concatenate([p.queries for p in parts]),
-        np.concatenate(rows),
-        np.concatenate([p.counts for p in parts]),
-    )

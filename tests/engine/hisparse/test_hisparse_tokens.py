@@ -1,26 +1,72 @@
-"""HiSparse decodes the tokens that pages of everything decode."""
+"""HiSparse decodes the tokens that pages of everything decode: logits are equal bit by bit."""
 
 import torch
-from hisparse_world import TEXTS, TOPK, Blocks, chosen, hisparse_memory, paged_memory, step
+from hisparse_world import (
+    TEXTS,
+    TOPK,
+    Blocks,
+    best,
+    greedy_tokens,
+    hisparse_memory,
+    paged_memory,
+    prefilled,
+    pulled,
+    step,
+)
 
 from kvflow.engine.hisparse import HiSparseSizes
 
 torch.set_num_threads(1)
 
 
-def decode(memory, counts, text, prompt, num_tokens, chunk):
-    """Tokens of one request, its prompt in steps of `chunk`."""
-    tables, tokens = Blocks(memory, counts).take(prompt + num_tokens), list(text[:prompt])
-    for start in range(0, prompt, chunk):
-        logits = step(memory, [("a", start, tokens[start : start + chunk], tables)])["a"]
-    for _ in range(num_tokens):
-        tokens.append(chosen(logits)[-1])
-        logits = step(memory, [("a", len(tokens) - 1, tokens[-1:], tables)])["a"]
-    return tokens[prompt:]
-
-
-def test_a_long_prompt_then_single_tokens():
-    """200 tokens in steps of 40, then 24 decoded: hot rows for one query alone."""
+def test_a_pulled_request_decodes_the_same_tokens():
+    """Hot rows for one query alone; the last page that arrives is partly filled."""
+    source = prefilled(203)
+    wanted = greedy_tokens(source.blocks.memory, source.tables, source, 20)
     memory = hisparse_memory(HiSparseSizes(TOPK, 1, TOPK))
-    found = decode(memory, {"latent": 64, "indexer": 64}, TEXTS[0], 200, 24, 40)
-    assert found == decode(paged_memory(), {"kv": 64}, TEXTS[0], 200, 24, 40)
+    _, tables = pulled(source, memory)
+    assert greedy_tokens(memory, tables, source, 20) == wanted
+
+
+def test_a_prompt_computed_here_gives_the_same_logits():
+    """As after a preemption: parts of 24 tokens, more rows in a step than there are hot rows."""
+    text, logits = TEXTS[3][:72], []
+    for memory in (paged_memory(), hisparse_memory(HiSparseSizes(TOPK, 1, 2 * TOPK))):
+        tables = Blocks(memory).take(len(text) + 1)
+        parts = [("a", n, text[n : n + 24], tables) for n in range(0, len(text), 24)]
+        logits.append(torch.cat([step(memory, [part])["a"] for part in parts]))
+    assert torch.equal(*logits)
+
+
+def test_several_requests_with_drafts_that_are_mostly_wrong():
+    """Steps of four tokens of which one to four are kept, so that rows are written again."""
+    source = prefilled(60, 37, 96)
+    memory = hisparse_memory(HiSparseSizes.for_drafts(TOPK, 3, 3))
+    sides = [(source.blocks.memory, source.tables), (memory, pulled(source, memory)[1])]
+    runs = []
+    for held, tables in sides:
+        at, logits = {i: len(prompt) for i, prompt in source.prompts.items()}, []
+        for n in range(6):
+            items = [
+                (i, start, [(13 * n + 7 * i + k) % 320 for k in range(4)], tables[i])
+                for i, start in at.items()
+                if (n + i) % 3
+            ]
+            logits += list(step(held, items).values())
+            at |= {i: start + 1 + (n * (i + 1)) % 4 for i, start, _, _ in items}
+        runs.append(logits)
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+    assert memory.counters["hits"] > memory.counters["misses"] > 0
+
+
+def test_a_forgotten_requests_seat_serves_another():
+    """One seat; each request in turn decodes what it decodes alone."""
+    source = prefilled(60, 37, 96)
+    memory = hisparse_memory(HiSparseSizes(TOPK, 1, TOPK), num_blocks=18)
+    for name in source.prompts:
+        wanted = greedy_tokens(source.blocks.memory, source.tables, source, 5, [name])
+        _, tables = pulled(source, memory, [name], seed=name)
+        assert greedy_tokens(memory, tables, source, 5, [name]) == wanted
+        memory.forget(name)
+        assert memory.num_free_seats == 1
+    assert best(torch.eye(3)) == [0, 1, 2]
