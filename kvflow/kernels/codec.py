@@ -20,7 +20,6 @@ from kvflow.kernels.formats import FLOATS, FP8, RowFormat, Span, row_format
 from kvflow.layouts.record import SCALE_GROUP, Record
 
 FP8_MAX = 448.0
-FP8_NAN = 0x7F
 SCALE_FLOOR = 1e-10
 """Smallest amax a scale is made from: a row of zeros has a defined scale."""
 CPU_CHUNK = 1 << 17
@@ -121,12 +120,12 @@ def _quantise_rows(
         groups = x.view(-1, scale.size, group)
         amax = groups.abs().amax(-1)
         scales = rule(amax)
-        groups.div_(scales[..., None])  # at most 448 and an ulp, which every cast rounds to 448
-        codes.view(FP8).copy_(x[:, :size])
         poisoned = amax.isfinite().logical_not_()
-        if out.device.type != "cpu" or bool(poisoned.any()):
-            scales.masked_fill_(poisoned, torch.nan)
-            codes.masked_fill_(poisoned.repeat_interleave(group, 1)[:, :size], FP8_NAN)
+        scales.masked_fill_(poisoned, torch.nan)
+        groups.div_(scales[..., None])  # at most 448 and an ulp, which every cast rounds to 448
+        groups.masked_fill_(poisoned[..., None], torch.nan)  # every cast gives the code 0x7F
+        codes.view(FP8).copy_(x[:, :size])
+        if size < padded:
             x[:, size:] = 0
         out[start : start + step, scale.offset : scale.end] = scales.view(torch.uint8)
 

@@ -5,7 +5,13 @@ from kvflow.models.glm import Glm
 from kvflow.models.kvstep import IndexQueries, KVStep
 from kvflow.models.segment import Segment
 from kvflow.models.selection import Selection
-from kvflow.models.weights import WeightError, load_weights, owned_experts, weights_digest
+from kvflow.models.weights import (
+    WeightError,
+    load_weights,
+    owned_experts,
+    owned_heads,
+    weights_digest,
+)
 
 __all__ = [
     "ConfigError",
@@ -18,5 +24,6 @@ __all__ = [
     "WeightError",
     "load_weights",
     "owned_experts",
+    "owned_heads",
     "weights_digest",
 ]

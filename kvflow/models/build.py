@@ -9,17 +9,19 @@ from kvflow.layouts.spec import KVCacheSpec
 from kvflow.models.attention import Attention
 from kvflow.models.config import GlmConfig
 from kvflow.models.indexer import Indexer
-from kvflow.models.moe import Moe, Router
-from kvflow.models.ops import LANE, Linear, Mlp, pad_to
+from kvflow.models.moe import Experts, Moe, Router
+from kvflow.models.ops import LANE, Fan, Linear, Mlp, pad_to
 
 Weights = Mapping[str, Tensor]
 
 
 @frozen(eq=False)
 class Layer:
-    """One decoder layer; `indexer` is None where the layer shares its leader's top-k."""
+    """One decoder layer; `indexer` is None where the layer shares its leader's top-k. `inputs` are
+    the products of its normed input: q_a and kv_a, and of an indexer key and head weights."""
 
     input_norm: Tensor
+    inputs: Fan
     attention: Attention
     indexer: Indexer | None
     post_norm: Tensor
@@ -37,10 +39,18 @@ class MtpLayer:
     final_norm: Tensor
 
 
+@frozen
+class Share:
+    """What of every layer one rank holds: routed experts and attention heads."""
+
+    experts: range
+    heads: range
+
+
 def build_layer(
-    config: GlmConfig, weights: Weights, spec: KVCacheSpec, layer_id: int, experts: range
+    config: GlmConfig, weights: Weights, spec: KVCacheSpec, layer_id: int, share: Share
 ) -> Layer:
-    """Layer `layer_id` (absolute), holding only the routed experts in `experts`."""
+    """Layer `layer_id` (absolute), holding only the experts and heads of `share`."""
     p = f"model.layers.{layer_id}."
     main = layer_id < config.num_hidden_layers
     full = config.full_index[layer_id] if main else True
@@ -48,14 +58,15 @@ def build_layer(
     mlp = p + "mlp."
     return Layer(
         input_norm=weights[p + "input_layernorm.weight"],
-        attention=_attention(config, weights, spec, layer_id),
+        inputs=_inputs(config, weights, p + "self_attn.", full),
+        attention=_attention(config, weights, spec, layer_id, share.heads),
         indexer=_indexer(config, weights, spec, layer_id) if full else None,
         post_norm=weights[p + "post_attention_layernorm.weight"],
-        mlp=_mlp(weights, mlp) if dense else _moe(config, weights, mlp, experts),
+        mlp=_mlp(weights, mlp) if dense else _moe(config, weights, mlp, share.experts),
     )
 
 
-def build_mtp(config: GlmConfig, weights: Weights, spec: KVCacheSpec, experts: range) -> MtpLayer:
+def build_mtp(config: GlmConfig, weights: Weights, spec: KVCacheSpec, share: Share) -> MtpLayer:
     """The MTP module, whose layer id follows the main layers'."""
     layer_id = config.num_hidden_layers
     p = f"model.layers.{layer_id}."
@@ -63,24 +74,36 @@ def build_mtp(config: GlmConfig, weights: Weights, spec: KVCacheSpec, experts: r
         enorm=weights[p + "enorm.weight"],
         hnorm=weights[p + "hnorm.weight"],
         eh_proj=Linear.from_hf(weights[p + "eh_proj.weight"]),
-        layer=build_layer(config, weights, spec, layer_id, experts),
+        layer=build_layer(config, weights, spec, layer_id, share),
         final_norm=weights[p + "shared_head.norm.weight"],
     )
 
 
-def _attention(c: GlmConfig, weights: Weights, spec: KVCacheSpec, layer_id: int) -> Attention:
+def _inputs(c: GlmConfig, weights: Weights, a: str, full: bool) -> Fan:
+    parts = [weights[a + "q_a_proj.weight"], weights[a + "kv_a_proj_with_mqa.weight"]]
+    if full:
+        scale = (c.index_n_heads * c.index_head_dim) ** -0.5
+        parts += [weights[a + "indexer.wk.weight"]]
+        parts += [weights[a + "indexer.weights_proj.weight"] * scale]
+    return Fan.from_hf(parts)
+
+
+def _attention(
+    c: GlmConfig, weights: Weights, spec: KVCacheSpec, layer_id: int, heads: range
+) -> Attention:
     a = f"model.layers.{layer_id}.self_attn."
     component = spec[f"latent.{layer_id}"]
-    kv_b = weights[a + "kv_b_proj.weight"].view(c.num_attention_heads, -1, c.kv_lora_rank)
+    mine = slice(heads.start, heads.stop)
+    num, query_dim = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim
+    q_b = weights[a + "q_b_proj.weight"].view(num, query_dim, -1)[mine] * query_dim**-0.5
+    kv_b = weights[a + "kv_b_proj.weight"].view(num, -1, c.kv_lora_rank)[mine]
     w_uk, w_uv = kv_b[:, : c.qk_nope_head_dim], kv_b[:, c.qk_nope_head_dim :]
     return Attention(
         component=component.name,
         record=component.record,
-        q_a=Linear.from_hf(weights[a + "q_a_proj.weight"]),
         q_a_norm=weights[a + "q_a_layernorm.weight"],
-        q_b=Linear.from_hf(weights[a + "q_b_proj.weight"]),
-        kv_a=Linear.from_hf(weights[a + "kv_a_proj_with_mqa.weight"]),
         kv_a_norm=weights[a + "kv_a_layernorm.weight"],
+        q_b=pad_to(q_b.transpose(1, 2), LANE, dim=2).contiguous(),
         w_uk=w_uk.contiguous(),
         w_uv=pad_to(w_uv.transpose(1, 2), LANE, dim=2).contiguous(),
         o=Linear.from_hf(weights[a + "o_proj.weight"]),
@@ -95,9 +118,7 @@ def _indexer(c: GlmConfig, weights: Weights, spec: KVCacheSpec, layer_id: int) -
         component=component.name,
         record=component.record,
         wq_b=Linear.from_hf(weights[p + "wq_b.weight"]),
-        wk=Linear.from_hf(weights[p + "wk.weight"]),
         k_norm=(weights[p + "k_norm.weight"], weights[p + "k_norm.bias"]),
-        weights_proj=Linear.from_hf(weights[p + "weights_proj.weight"]),
         config=c,
     )
 
@@ -109,9 +130,10 @@ def _mlp(weights: Weights, prefix: str) -> Mlp:
 
 def _moe(c: GlmConfig, weights: Weights, prefix: str, experts: range) -> Moe:
     gate = Linear.from_hf(weights[prefix + "gate.weight"])
+    mlps = [_mlp(weights, f"{prefix}experts.{e}.") for e in experts]
     return Moe(
         router=Router(gate, weights[prefix + "gate.e_score_correction_bias"], c),
-        experts=experts,
-        mlps=tuple(_mlp(weights, f"{prefix}experts.{e}.") for e in experts),
+        owned=experts,
+        experts=Experts.of(mlps, gate.weight),
         shared=_mlp(weights, prefix + "shared_experts.") if c.n_shared_experts else None,
     )

@@ -5,40 +5,56 @@ and how it moves is the business of the two protocols.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from kvflow.comm import Comm
+from kvflow.comm import Comm, LocalComm
 from kvflow.layouts.arrangement import Arrangement
 from kvflow.layouts.record import KVDType
+from kvflow.layouts.sharding import Ints
 from kvflow.layouts.spec import KVCacheSpec
-from kvflow.models.build import Layer, MtpLayer, Weights, build_layer, build_mtp
+from kvflow.models.build import Layer, MtpLayer, Share, Weights, build_layer, build_mtp
 from kvflow.models.config import ConfigError, GlmConfig
+from kvflow.models.indexer import Indexer, first_positions
 from kvflow.models.kvstep import KVStep
 from kvflow.models.moe import Moe
 from kvflow.models.ops import Linear, pad_rows, rms_norm
 from kvflow.models.rope import Rotation
 from kvflow.models.segment import Segment
-from kvflow.models.selection import Selection
-from kvflow.models.weights import load_weights, owned_experts, weights_digest
+from kvflow.models.selection import Selection, Shape
+from kvflow.models.weights import load_weights, owned_experts, owned_heads, weights_digest
+
+ALONE = LocalComm()
 
 
 @frozen(eq=False)
 class Step:
-    """The local rows of one forward pass, padded to whole tiles, and what they attend to."""
+    """The local rows of one forward pass, padded to whole tiles, and what they attend to. `tp`
+    are the ranks that compute the same rows for other heads."""
 
     num_rows: int
     rotation: Rotation
     segments: Sequence[Segment]
     kv: KVStep
+    shape: Shape
+    tp: Comm
+
+    @cached_property
+    def everything(self) -> Selection:
+        """Every position up to a query's own, where none sees more than the top-k."""
+        shape = self.shape
+        chosen = [first_positions(s.positions, s.context_len) for s in shape.segments]
+        return Selection.of(chosen, shape.segments, shape.topk, shape)
 
 
 @frozen(eq=False)
 class Glm:
-    """A loaded model, of which this rank holds some of the routed experts.
+    """A loaded model, of which this rank holds some of the routed experts and attention heads.
 
     Every method computes in the dtype of the weights, float32 or float64."""
 
@@ -51,8 +67,17 @@ class Glm:
     mtp: MtpLayer | None
 
     @classmethod
-    def build(cls, config: GlmConfig, weights: Weights, spec: KVCacheSpec, experts: range) -> "Glm":
-        """From checkpoint tensors by HF name (see `load_weights`) and the owned experts."""
+    def build(
+        cls,
+        config: GlmConfig,
+        weights: Weights,
+        spec: KVCacheSpec,
+        experts: range,
+        heads: range | None = None,
+    ) -> "Glm":
+        """From checkpoint tensors by HF name (see `load_weights`), the owned experts and heads
+        (default: all)."""
+        share = Share(experts, range(config.num_attention_heads) if heads is None else heads)
         embedding = weights["model.embed_tokens.weight"]
         tied = config.tie_word_embeddings
         return cls(
@@ -60,15 +85,13 @@ class Glm:
             spec=spec,
             embedding=embedding,
             layers=tuple(
-                build_layer(config, weights, spec, i, experts)
+                build_layer(config, weights, spec, i, share)
                 for i in range(config.num_hidden_layers)
             ),
             final_norm=weights["model.norm.weight"],
             head=Linear.from_hf(embedding if tied else weights["lm_head.weight"]),
             mtp=(
-                build_mtp(config, weights, spec, experts)
-                if config.num_nextn_predict_layers
-                else None
+                build_mtp(config, weights, spec, share) if config.num_nextn_predict_layers else None
             ),
         )
 
@@ -81,32 +104,43 @@ class Glm:
         dtype: torch.dtype = torch.float32,
         rank: int = 0,
         size: int = 1,
+        tp_rank: int = 0,
+        tp_size: int = 1,
         index_arrangement: Arrangement | str = "planar",
     ) -> "Glm":
         """Loads rank's share of an HF model directory: its routed experts among `size`
-        expert-parallel ranks, and everything else. The spec's content carries the weights
-        digest. Raises `ConfigError` or `WeightError`."""
+        expert-parallel ranks, its attention heads among `tp_size` ranks, and everything else. The
+        spec's content carries the weights digest. Raises `ConfigError`, also for a `tp_size` that
+        does not divide the heads, or `WeightError`."""
         config = GlmConfig.load(model_dir)
+        heads = owned_heads(config.num_attention_heads, tp_rank, tp_size)
         experts = owned_experts(config.n_routed_experts, rank, size)
         weights = load_weights(model_dir, config, dtype=dtype, experts=experts)
         content = {"model": "glm_moe_dsa", "weights": weights_digest(model_dir)}
         spec = config.kv_spec(
             kv_dtype=kv_dtype, index_arrangement=index_arrangement, content=content
         )
-        return cls.build(config, weights, spec, experts)
+        return cls.build(config, weights, spec, experts, heads)
 
     @torch.no_grad()
     def forward(
-        self, tokens: Tensor, segments: Sequence[Segment], kv: KVStep, comm: Comm
+        self,
+        tokens: Tensor,
+        segments: Sequence[Segment],
+        kv: KVStep,
+        comm: Comm,
+        tp: Comm = ALONE,
     ) -> Tensor:
         """Final hidden states ``[n, hidden]``, after the last norm, of this rank's new tokens.
 
-        tokens int64 ``[n]``, in the order of the segments; their KV rows are published on the
-        way. A collective over `comm` and `kv`: ranks with n = 0 call it too. Raises
-        `ConfigError` for a token outside the vocabulary or segments that do not add up to n."""
+        tokens int64 ``[n]``, in the order of the segments, may be device data that the host has
+        not seen (`check_tokens` checks those it has); their KV rows are published on the way.
+        `comm` are all ranks, over which experts are dealt; `tp` those of them that get the same
+        rows and compute other heads. A collective over `comm`, `tp` and `kv`: ranks with n = 0
+        call it too. Raises `ConfigError` for segments that do not add up to n."""
         self._check(tokens, segments)
         x = pad_rows(self.embedding.index_select(0, tokens))
-        step = self._step(len(tokens), segments, kv)
+        step = self._step(len(tokens), segments, kv, tp)
         selection = Selection.of((), (), self.config.index_topk)
         for layer in self.layers:
             x, selection = self._layer(layer, x, selection, step, comm)
@@ -128,7 +162,7 @@ class Glm:
         vLLM does. A collective over `kv`."""
         step = self._step(len(next_tokens), segments, kv)
         mtp, x = self._mtp_input(next_tokens, hidden, segments)
-        self._publish(mtp.layer, rms_norm(x, mtp.layer.input_norm, self._eps), step)
+        self._publish(mtp.layer, self._inputs(mtp.layer, x), step)
         self._release(mtp.layer, kv)
 
     @torch.no_grad()
@@ -140,12 +174,13 @@ class Glm:
         kv: KVStep,
         comm: Comm,
         shared: Selection | None = None,
+        tp: Comm = ALONE,
     ) -> tuple[Tensor, Selection]:
         """Hidden states ``[n, hidden]`` of the MTP module, after its last norm, and what its rows
         attended to. Their `logits` are for token t + 2, and they are the `hidden` of a further
         pass at t + 1. Publishes as `write_mtp`; with a selection of an earlier pass, `shared`, it
         attends to that one and publishes no index keys. A collective over `comm` and `kv`."""
-        step = self._step(len(next_tokens), segments, kv)
+        step = self._step(len(next_tokens), segments, kv, tp)
         mtp, x = self._mtp_input(next_tokens, hidden, segments)
         layer = mtp.layer if shared is None else evolve(mtp.layer, indexer=None)
         selection = shared or Selection.of((), (), self.config.index_topk)
@@ -156,32 +191,57 @@ class Glm:
     def _eps(self) -> float:
         return self.config.rms_norm_eps
 
-    def _step(self, num_rows: int, segments: Sequence[Segment], kv: KVStep) -> Step:
+    def check_tokens(self, tokens: Ints | Sequence[int]) -> None:
+        """Raises `ConfigError` for token ids outside the vocabulary, which `forward` must not
+        get."""
+        ids, vocab = np.asarray(tokens, np.int64), self.config.vocab_size
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
+            raise ConfigError(
+                f"tokens span {ids.min()}..{ids.max()}, must lie in [0, vocab_size = {vocab})"
+            )
+
+    def _step(
+        self, num_rows: int, segments: Sequence[Segment], kv: KVStep, tp: Comm = ALONE
+    ) -> Step:
         positions = pad_rows(positions_of(segments))
         c = self.config
         rotation = Rotation.at(positions, c.qk_rope_head_dim, c.rope_theta, self.embedding.dtype)
-        return Step(num_rows, rotation, segments, kv)
+        return Step(num_rows, rotation, segments, kv, Shape(tuple(segments), c.index_topk), tp)
 
     def _layer(
         self, layer: Layer, x: Tensor, selection: Selection, step: Step, comm: Comm
     ) -> tuple[Tensor, Selection]:
-        h = rms_norm(x, layer.input_norm, self._eps)
-        self._publish(layer, h, step)
-        q_residual = layer.attention.q_residual(h)
+        inputs = self._inputs(layer, x)
+        self._publish(layer, inputs, step)
+        q_residual = layer.attention.q_residual(inputs[0])
         if layer.indexer is not None:
-            chosen = layer.indexer.topk(h, q_residual, step.rotation, step.segments, step.kv)
-            selection = Selection.of(chosen, step.segments, self.config.index_topk)
-        x = x + layer.attention(q_residual, step.rotation, selection, step.kv)
+            selection = self._select(layer.indexer, inputs[3], q_residual, step)
+        x = x + layer.attention(
+            q_residual, step.rotation, selection, step.kv, step.num_rows, step.tp
+        )
         self._release(layer, step.kv)
         h = rms_norm(x, layer.post_norm, self._eps)
         mlp = layer.mlp
-        return x + (mlp(h, step.num_rows, comm) if isinstance(mlp, Moe) else mlp(h)), selection
+        out = mlp(h, step.num_rows, comm, step.tp) if isinstance(mlp, Moe) else mlp(h)
+        return x + out, selection
 
-    def _publish(self, layer: Layer, hidden: Tensor, step: Step) -> None:
-        rows = layer.attention.latent_rows(hidden, step.rotation, step.num_rows)
+    def _inputs(self, layer: Layer, x: Tensor) -> tuple[Tensor, ...]:
+        """Products of the normed input: q_a, kv_a, and of an indexer key and head weights."""
+        return layer.inputs(rms_norm(x, layer.input_norm, self._eps))
+
+    def _select(
+        self, indexer: Indexer, weights: Tensor, q_residual: Tensor, step: Step
+    ) -> Selection:
+        if step.kv.max_context_len <= self.config.index_topk:
+            return step.everything
+        chosen = indexer.topk(weights, q_residual, step.rotation, step.segments, step.kv)
+        return Selection.of(chosen, step.segments, self.config.index_topk, step.shape)
+
+    def _publish(self, layer: Layer, inputs: tuple[Tensor, ...], step: Step) -> None:
+        rows = layer.attention.latent_rows(inputs[1], step.rotation, step.num_rows)
         step.kv.publish(layer.attention.component, rows)
         if layer.indexer is not None:
-            keys = layer.indexer.key_rows(hidden, step.rotation, step.num_rows)
+            keys = layer.indexer.key_rows(inputs[2], step.rotation, step.num_rows)
             step.kv.publish(layer.indexer.component, keys)
 
     def _release(self, layer: Layer, kv: KVStep) -> None:
@@ -209,12 +269,6 @@ class Glm:
             raise ConfigError(
                 f"{len(tokens)} tokens, but the segments hold {num_rows} positions; "
                 f"they must be equal"
-            )
-        vocab = self.config.vocab_size
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
-            raise ConfigError(
-                f"tokens span {int(tokens.min())}..{int(tokens.max())}, "
-                f"must lie in [0, vocab_size = {vocab})"
             )
 
 

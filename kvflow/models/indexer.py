@@ -7,12 +7,14 @@ the batch. Top-k order is (score descending, position ascending).
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from kvflow.kernels.codec import encode_index_key
 from kvflow.layouts.record import Record
+from kvflow.layouts.sharding import Ints
 from kvflow.models.config import GlmConfig
 from kvflow.models.kvstep import IndexQueries, KVStep, Segment
 from kvflow.models.ops import Linear, layer_norm, pad_to
@@ -33,69 +35,66 @@ class Indexer:
     component: str
     record: Record
     wq_b: Linear
-    wk: Linear
     k_norm: tuple[Tensor, Tensor]
-    weights_proj: Linear
     config: GlmConfig
 
-    def key_rows(self, hidden: Tensor, rotation: Rotation, num_rows: int) -> Tensor:
-        """Packed index keys of the local tokens: uint8 ``[num_rows, nbytes]``. Unlike in
-        attention, the rotated dims come first."""
-        key = layer_norm(self.wk(hidden), *self.k_norm, self.config.latent_norm_eps)
-        key = self._rotate(key, rotation)
+    def key_rows(self, key: Tensor, rotation: Rotation, num_rows: int) -> Tensor:
+        """Packed index keys of the local tokens, of ``[n_padded, d]``: uint8 ``[num_rows,
+        nbytes]``. Unlike in attention, the rotated dims come first."""
+        key = layer_norm(key, *self.k_norm, self.config.latent_norm_eps)
+        self._rotate(key, rotation)
         return encode_index_key(self.record, key[:num_rows])
 
     def topk(
         self,
-        hidden: Tensor,
+        weights: Tensor,
         q_residual: Tensor,
         rotation: Rotation,
         segments: Sequence[Segment],
         kv: KVStep,
     ) -> list[Tensor]:
         """Per segment, int64 ``[m, min(topk, context_len)]``: the chosen positions of each query,
-        ascending, followed by zeros where fewer than topk positions are visible. A collective
-        over `kv`, unless every context of the step fits into the top-k."""
-        c, k = self.config, self.config.index_topk
-        if kv.max_context_len <= k:
-            return [first_positions(s.positions, min(k, s.context_len)) for s in segments]
-        num_rows = sum(len(s) for s in segments)
+        ascending, followed by zeros where fewer than topk positions are visible. weights
+        ``[n_padded, heads]`` have every scale in them. A collective over `kv`, to be called where
+        a context of the step exceeds the top-k."""
+        c, num_rows = self.config, sum(len(s) for s in segments)
         queries = self.wq_b(q_residual).view(-1, c.index_n_heads, c.index_head_dim)
-        queries = self._rotate(queries, rotation)
-        scale = (c.index_n_heads * c.index_head_dim) ** -0.5
-        weights = self.weights_proj(hidden) * scale
-        asked = IndexQueries(queries[:num_rows], weights[:num_rows], k)
+        self._rotate(queries.transpose(0, 1), rotation)
+        asked = IndexQueries(queries[:num_rows], weights[:num_rows], c.index_topk)
         return kv.topk(self.component, asked, segments)
 
-    def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        dr = self.config.qk_rope_head_dim
-        return torch.cat([rotation(x[..., :dr]), x[..., dr:]], -1)
+    def _rotate(self, x: Tensor, rotation: Rotation) -> None:
+        turned = x[..., : self.config.qk_rope_head_dim]
+        turned.copy_(rotation(turned))
 
 
 def key_tiles(keys: Tensor) -> Tensor:
     """Keys ``[L, d]`` -> ``[ceil(L / KEY_TILE), d, KEY_TILE]``, zeros beyond L."""
-    padded = pad_to(keys, KEY_TILE)
-    return padded.view(-1, KEY_TILE, keys.shape[1]).transpose(1, 2).contiguous()
+    return pad_to(keys, KEY_TILE).view(-1, KEY_TILE, keys.shape[1]).transpose(1, 2)
 
 
-def index_scores(queries: Tensor, weights: Tensor, tiles: Tensor, positions: Tensor) -> Tensor:
+def index_scores(
+    queries: Tensor, weights: Tensor, tiles: Tensor, positions: Ints | Tensor
+) -> Tensor:
     """Scores ``[m, num_tiles * KEY_TILE]``, -inf at positions a query must not see.
 
-    queries ``[m, heads, d]``, weights ``[m, heads]``, positions int64 ``[m]`` ascending."""
+    queries ``[m, heads, d]``, weights ``[m, heads]``, positions int64 ``[m]`` ascending; those of
+    a device are asked for."""
+    host = positions if isinstance(positions, np.ndarray) else positions.cpu().numpy()
     num_keys = len(tiles) * KEY_TILE
     scores = queries.new_full((len(queries), num_keys), -torch.inf)
-    num_visible = int(positions[-1]) // KEY_TILE + 1
+    num_visible = int(host[-1]) // KEY_TILE + 1
     if len(queries) < num_visible:
-        for i, position in enumerate(positions.tolist()):
+        for i, position in enumerate(host.tolist()):
             seen = tiles[: position // KEY_TILE + 1]
             products = _tile_scores(queries[i, None], weights[i, None], seen)
             scores[i, : len(seen) * KEY_TILE] = products.flatten()
     else:
         for i, tile in enumerate(tiles[:num_visible]):
-            first = int(torch.searchsorted(positions, i * KEY_TILE))
+            first = int(np.searchsorted(host, i * KEY_TILE))
             products = _tile_scores(queries[first:], weights[first:], tile[None])
             scores[first:, i * KEY_TILE : (i + 1) * KEY_TILE] = products
-    future = torch.arange(num_keys) > positions[:, None]
+    future = torch.arange(num_keys) > torch.from_numpy(host)[:, None]
     return scores.masked_fill_(future, -torch.inf)
 
 
@@ -112,13 +111,18 @@ def _tile_scores(queries: Tensor, weights: Tensor, tiles: Tensor) -> Tensor:
 
 def topk_positions(scores: Tensor, k: int) -> Tensor:
     """The k best positions of each row of ``[m, n]``, as int64 ``[m, k]`` ascending. Of equal
-    scores the lower position wins. Every row must have at least k scores above -inf."""
+    scores the lower position wins. Every row must have at least k scores above -inf.
+
+    All shapes follow from those of the arguments, so the host waits for nothing: how many are
+    above the k-th best score is counted, the first of its equals fill up, and running counts say
+    where each chosen position goes."""
     threshold = scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above, equal = scores > threshold, scores == threshold
     wanted = k - above.sum(-1, keepdim=True)
-    if not torch.equal(equal.sum(-1, keepdim=True), wanted):
-        equal &= equal.cumsum(-1) <= wanted
-    return (above | equal).nonzero()[:, 1].view(len(scores), k)
+    chosen = above | (equal & (equal.cumsum(-1) <= wanted))
+    place = (chosen.cumsum(-1) - 1).masked_fill_(~chosen, k)
+    columns = torch.arange(scores.shape[1]).expand(scores.shape)
+    return columns.new_empty(len(scores), k + 1).scatter_(1, place, columns)[:, :k]
 
 
 def first_positions(positions: Tensor, k: int) -> Tensor:

@@ -2,8 +2,12 @@
 
 Each rank routes its own tokens, sends (token, expert) rows to the expert's owner and gets the
 unsummed outputs back; the home rank adds them in expert order. Expert products run on fixed
-tiles, so the result has the same bits for every number of ranks.
+tiles, so the result has the same bits for every number of ranks, and for one rank with few tokens,
+which asks no device how many rows an expert has.
 """
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from attrs import frozen
@@ -11,8 +15,11 @@ from torch import Tensor
 
 from kvflow.comm import Comm, CommError
 from kvflow.models.config import GlmConfig
-from kvflow.models.ops import Linear, Mlp, pad_rows
+from kvflow.models.ops import ROW_TILE, Linear, Mlp, gated, pad_rows, tiled
 from kvflow.models.weights import owned_experts
+
+FEW_ROWS = 64
+"""Rows (padded) up to which one rank computes experts in shapes that do not depend on routing."""
 
 
 @frozen(eq=False)
@@ -27,7 +34,7 @@ class Router:
         """x ``[n_padded, hidden]`` -> expert ids int64 ``[n_padded, k]``, ascending per token,
         and their weights ``[n_padded, k]``. Ties go to the lower expert."""
         c = self.config
-        scores = torch.sigmoid(self.gate(x))
+        scores = torch.sigmoid(tiled(x, self.gate.weight))[:, : self.gate.num_out]
         choice = scores + self.bias
         if c.n_group > 1:
             choice = choice.masked_fill(~self._eligible(choice), -torch.inf)
@@ -57,30 +64,96 @@ def add_in_order(x: Tensor) -> Tensor:
 
 
 @frozen(eq=False)
+class Experts:
+    """Routed experts of one size: `gate_up` ``[e, hidden, 2 * inner]``, `down` ``[e, inner,
+    hidden padded]``."""
+
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, mlps: Sequence[Mlp], like: Tensor) -> "Experts":
+        """`like` says dtype and device when there are none."""
+        if not mlps:
+            return cls(like.new_empty(0, 0, 0), like.new_empty(0, 0, 0))
+        return cls(torch.stack([m.gate_up for m in mlps]), torch.stack([m.down for m in mlps]))
+
+    def __len__(self) -> int:
+        return len(self.gate_up)
+
+    def counted(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Outputs of rows ``[n, hidden]`` of which the first ``counts[0]`` go to expert 0, ..."""
+        out, start = torch.empty_like(rows), 0
+        for e, count in enumerate(counts):
+            if count:
+                mine = slice(start, start + count)
+                mlp = Mlp(self.gate_up[e], self.down[e])
+                out[mine] = mlp(pad_rows(rows[mine]))[:count]
+                start += count
+        return out
+
+    def few(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Unsummed outputs ``[n, k, hidden]`` of x ``[n_padded, hidden]`` for expert ids ``[n,
+        k]``: each pair of token and expert on a tile of its own, or every expert on all tiles."""
+        num, chosen = ids.shape
+        num_tiles, width = len(x) // ROW_TILE, x.shape[1]
+        flat = ids.flatten()
+        if num == 0:
+            return x.new_empty(0, chosen, width)
+        if 2 * num * chosen < len(self) * num_tiles:
+            tiles = x.new_zeros(num * chosen, ROW_TILE, width)
+            tiles.view(num, chosen, ROW_TILE, width)[:, :, 0] = x[:num, None]
+            inner = gated(torch.bmm(tiles, self.gate_up.index_select(0, flat)))
+            out = torch.bmm(inner, self.down.index_select(0, flat))[:, 0]
+        else:
+            parts = []
+            for tile in x.view(num_tiles, ROW_TILE, width):
+                inner = gated(torch.bmm(tile.expand(len(self), *tile.shape), self.gate_up))
+                parts.append(torch.bmm(inner, self.down))
+            all_of = torch.stack(parts, 1).view(len(self) * len(x), -1)
+            rows = torch.arange(num)[:, None]
+            out = all_of.index_select(0, (ids * len(x) + rows).flatten())
+        return out[:, :width].reshape(num, chosen, width)
+
+
+@frozen(eq=False)
 class Moe:
-    """Routed experts, of which this rank holds `experts`, and a shared expert for every token."""
+    """Routed experts, of which this rank holds those `owned`, and a shared one for every token."""
 
     router: Router
-    experts: range
-    mlps: tuple[Mlp, ...]
+    owned: range
+    experts: Experts
     shared: Mlp | None
 
-    def __call__(self, x: Tensor, num_rows: int, comm: Comm) -> Tensor:
+    def __call__(self, x: Tensor, num_rows: int, comm: Comm, tp: Comm) -> Tensor:
         """x ``[n_padded, hidden]`` with `num_rows` real rows -> ``[n_padded, hidden]``.
 
-        A collective, with 0 rows too. Raises `CommError` when `comm` is not the group over which
-        this rank's experts were chosen."""
+        The ranks of `tp` hold the same rows: each computes a share of them. A collective, with 0
+        rows too. Raises `CommError` when `comm` is not the group over which this rank's experts
+        were chosen."""
         num_experts = self.router.config.n_routed_experts
-        if self.experts != owned_experts(num_experts, comm.rank, comm.size):
+        if self.owned != owned_experts(num_experts, comm.rank, comm.size):
             raise CommError(
                 f"rank {comm.rank} of {comm.size} owns experts "
-                f"{owned_experts(num_experts, comm.rank, comm.size)}, but {self.experts} are loaded"
+                f"{owned_experts(num_experts, comm.rank, comm.size)}, but {self.owned} are loaded"
             )
+        if tp.size == 1:
+            return self._share(x, num_rows, comm)
+        edges = [num_rows * r // tp.size for r in range(tp.size + 1)]
+        mine = x[edges[tp.rank] : edges[tp.rank + 1]]
+        out = self._share(pad_rows(mine), len(mine), comm)[: len(mine)]
+        counts = [stop - start for start, stop in pairwise(edges)]
+        return pad_rows(tp.all_gather(out, counts))
+
+    def _share(self, x: Tensor, num_rows: int, comm: Comm) -> Tensor:
         ids, weights = self.router(x)
-        outputs = self._routed(x, ids[:num_rows], comm)
-        out = x.new_zeros(x.shape)
-        out[:num_rows] = add_in_order(outputs * weights[:num_rows, :, None])
-        return out if self.shared is None else out + self.shared(x)
+        if comm.size == 1 and len(x) <= FEW_ROWS:
+            outputs = self.experts.few(x, ids[:num_rows])
+        else:
+            outputs = self._routed(x, ids[:num_rows], comm)
+        out = x.new_zeros(x.shape) if self.shared is None else self.shared(x)
+        out[:num_rows] += add_in_order(outputs * weights[:num_rows, :, None])
+        return out
 
     def _routed(self, x: Tensor, ids: Tensor, comm: Comm) -> Tensor:
         """Unsummed expert outputs ``[n, k, hidden]`` for expert ids ``[n, k]``."""
@@ -92,7 +165,7 @@ class Moe:
         owned = [owned_experts(num_experts, r, comm.size) for r in range(comm.size)]
         counts = [int(load[e.start : e.stop].sum()) for e in owned]
         rows, received = comm.all_to_all(x[order // num_chosen], counts)
-        computed = self._compute(rows, loads[:, self.experts.start : self.experts.stop])
+        computed = self._compute(rows, loads[:, self.owned.start : self.owned.stop])
         returned, _ = comm.all_to_all(computed, received)
         outputs = torch.empty_like(returned)
         outputs[order] = returned
@@ -101,10 +174,11 @@ class Moe:
     def _compute(self, rows: Tensor, loads: Tensor) -> Tensor:
         """Outputs of owned experts. `rows` come by source rank, then expert; `loads`
         ``[size, num_owned]`` counts them."""
-        expert_of_row = torch.arange(len(self.mlps)).repeat(len(loads))
-        expert_of_row = expert_of_row.repeat_interleave(loads.flatten())
+        counts = loads.sum(0).tolist()
+        if len(loads) == 1:
+            return self.experts.counted(rows, counts)
+        expert_of_row = torch.arange(len(self.experts)).repeat(len(loads))
+        order = expert_of_row.repeat_interleave(loads.flatten()).argsort(stable=True)
         out = torch.empty_like(rows)
-        for e in torch.unique(expert_of_row).tolist():
-            mine = (expert_of_row == e).nonzero().flatten()
-            out[mine] = self.mlps[e](pad_rows(rows[mine]))[: len(mine)]
+        out[order] = self.experts.counted(rows[order], counts)
         return out

@@ -11,7 +11,8 @@ from torch import Tensor
 
 @frozen(eq=False)
 class Rotation:
-    """cos and sin of ``position * theta^(-2i/d)``: ``[n, d/2]`` each."""
+    """cos and sin of ``position * theta^(-2i/d)``, each value twice, the first sine of a pair
+    negated: ``[n, d]`` each."""
 
     cos: Tensor
     sin: Tensor
@@ -21,12 +22,11 @@ class Rotation:
         """For int64 positions ``[n]``; angles are computed in `dtype`, as HF does in float32."""
         exponents = torch.arange(0, dim, 2, dtype=dtype) / dim
         angles = positions.to(dtype)[:, None] * (1.0 / theta**exponents)
-        return cls(angles.cos(), angles.sin())
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.stack([cos, cos], -1).flatten(1), torch.stack([-sin, sin], -1).flatten(1))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotates the last axis (d) of ``[n, d]`` or ``[n, heads, d]``."""
-        cos, sin = self.cos, self.sin
-        if x.dim() == 3:
-            cos, sin = cos[:, None], sin[:, None]
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        """Rotates the last axis (d) of ``[..., n, d]``: ``(a, b) -> (a cos - b sin, b cos + a
+        sin)``."""
+        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+        return pairs.flip(-1).flatten(-2).mul_(self.sin).add_(x * self.cos)

@@ -1,20 +1,27 @@
 """Selection: the positions that each query of a step attends to.
 
 Leader layers derive it once from their top-k; the layers that share it reuse the same object.
-Each query's rows are padded to a size that depends on that query alone, so that its attention has
-the same shape, hence the same bits, in every batch.
+Each query's rows are padded to a size that depends on that query's position alone, so that its
+attention has the same shape, hence the same bits, in every batch. Sizes, counts and whom to fetch
+follow from positions, which the host knows: only what has been chosen is device data.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
+from kvflow.layouts.sharding import Ints
 from kvflow.models.segment import Segment
 
 SMALLEST_GROUP = 16
+
+WHOLE = 2
+"""A context is fetched whole when its queries' rows together are more than so many times it."""
 
 
 @frozen(eq=False)
@@ -28,15 +35,68 @@ class Fetch:
 @frozen(eq=False)
 class Group:
     """Queries that read equally many rows: `queries` int64 ``[m]`` are local rows, `rows` int64
-    ``[m, size]`` index the fetched rows, of which the first ``counts[i]`` are real."""
+    ``[m, size]`` index the fetched rows, of which the first ``counts[i]`` are real.
+
+    `first`: where it is not None, the rows lie one behind the other from there on, query by
+    query. `is_full`: whether all rows of all queries are known to be real."""
 
     queries: Tensor
     rows: Tensor
     counts: Tensor
+    first: int | None = None
+    is_full: bool = False
 
     @property
     def size(self) -> int:
         return self.rows.shape[1]
+
+
+@frozen(eq=False)
+class Part:
+    """Rows of a segment, by their places in it and in the step, whose queries read `size` rows."""
+
+    segment_idx: int
+    size: int
+    within: Ints
+    queries: Ints
+
+
+@frozen(eq=False)
+class Shape:
+    """What is known of a step's selections before anything is chosen."""
+
+    segments: tuple[Segment, ...]
+    topk: int
+
+    @cached_property
+    def host_counts(self) -> Ints:
+        """How many rows each query reads: int64 ``[n]``."""
+        parts = [np.minimum(s.host + 1, self.topk) for s in self.segments]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        return torch.from_numpy(self.host_counts)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The step's queries by size and segment, those of one size behind each other."""
+        parts, start = [], 0
+        for i, s in enumerate(self.segments):
+            sizes = group_sizes(self.host_counts[start : start + len(s)], self.topk)
+            for size in np.unique(sizes).tolist():
+                within = np.flatnonzero(sizes == size)
+                parts.append(Part(i, size, within, within + start))
+            start += len(s)
+        return tuple(sorted(parts, key=lambda part: part.size))
+
+    @cached_property
+    def whole(self) -> frozenset[int]:
+        """Indices of the segments whose context is fetched whole."""
+        total = [0] * len(self.segments)
+        for part in self.parts:
+            total[part.segment_idx] += part.size * len(part.within)
+        return frozenset(i for i, s in enumerate(self.segments) if total[i] > WHOLE * s.context_len)
 
 
 @frozen(eq=False)
@@ -52,13 +112,19 @@ class Selection:
     chosen: tuple[Tensor, ...]
     counts: Tensor
     topk: int
+    shape: Shape | None = None
 
     @classmethod
-    def of(cls, chosen: Sequence[Tensor], segments: Sequence[Segment], topk: int) -> "Selection":
-        """From each segment's chosen positions."""
-        counts = [(s.positions + 1).clamp(max=topk) for s in segments]
-        joined = torch.cat(counts) if counts else torch.empty(0, dtype=torch.int64)
-        return cls(tuple(segments), tuple(chosen), joined, topk)
+    def of(
+        cls,
+        chosen: Sequence[Tensor],
+        segments: Sequence[Segment],
+        topk: int,
+        shape: Shape | None = None,
+    ) -> "Selection":
+        """From each segment's chosen positions; `shape` spares deriving it again."""
+        shape = shape or Shape(tuple(segments), topk)
+        return cls(shape.segments, tuple(chosen), shape.counts, topk, shape)
 
     @property
     def fetches(self) -> tuple[Fetch, ...]:
@@ -70,25 +136,36 @@ class Selection:
 
     @cached_property
     def _read_plan(self) -> tuple[tuple[Fetch, ...], tuple[Group, ...]]:
-        """A context is fetched whole when that is no more than its queries' rows together."""
-        fetches, rows, start = [], [], 0
-        width = group_size(max((c.shape[1] for c in self.chosen), default=0), self.topk)
-        for segment, positions in zip(self.segments, self.chosen, strict=True):
-            if len(segment) == 0:
-                continue
-            if positions.numel() >= segment.context_len:
-                fetches.append(Fetch(segment.request_idx, None))
-                index, num_fetched = positions, segment.context_len
-            else:
-                fetches.append(Fetch(segment.request_idx, positions.flatten()))
-                index, num_fetched = torch.arange(positions.numel()), positions.numel()
-                index = index.view(positions.shape)
-            padding = index.new_zeros(len(index), width - index.shape[1])
-            rows.append(torch.cat([index, padding], 1) + start)
-            start += num_fetched
-        if not rows:
-            return (), ()
-        return tuple(fetches), _grouped(torch.cat(rows), self.counts, self.topk)
+        shape = self.shape or Shape(self.segments, self.topk)
+        fetches, groups, start = [], [], 0
+        begins: dict[int, int] = {}
+        for i in sorted(shape.whole):
+            fetches.append(Fetch(self.segments[i].request_idx, None))
+            begins[i] = start
+            start += self.segments[i].context_len
+        for part in shape.parts:
+            if part.segment_idx in begins:
+                rows = self._rows(part) + begins[part.segment_idx]
+                groups.append(_group(shape, (part,), rows, None))
+        direct = [part for part in shape.parts if part.segment_idx not in begins]
+        for size in sorted({part.size for part in direct}):
+            parts = [part for part in direct if part.size == size]
+            count = size * sum(len(part.within) for part in parts)
+            for part in parts:
+                request_idx = self.segments[part.segment_idx].request_idx
+                fetches.append(Fetch(request_idx, self._rows(part).flatten()))
+            rows = torch.arange(start, start + count).view(-1, size)
+            groups.append(_group(shape, parts, rows, start))
+            start += count
+        return tuple(fetches), tuple(groups)
+
+    def _rows(self, part: Part) -> Tensor:
+        """Positions that a part's queries read: int64 ``[m, size]``, zeros beyond the real ones."""
+        chosen = self.chosen[part.segment_idx]
+        if len(part.within) < len(chosen):
+            chosen = chosen[torch.from_numpy(part.within)]
+        missing = part.size - chosen.shape[1]
+        return F.pad(chosen, (0, missing)) if missing > 0 else chosen[:, : part.size]
 
 
 def group_size(count: int, topk: int) -> int:
@@ -96,10 +173,27 @@ def group_size(count: int, topk: int) -> int:
     return min(topk, max(SMALLEST_GROUP, 1 << max(count - 1, 0).bit_length()))
 
 
-def _grouped(rows: Tensor, counts: Tensor, topk: int) -> tuple[Group, ...]:
-    sizes = torch.tensor([group_size(n, topk) for n in counts.tolist()])
+def group_sizes(counts: Ints, topk: int) -> Ints:
+    """`group_size` of each count."""
+    exponents = np.frexp(np.maximum(counts - 1, 0))[1].astype(np.int64)
+    sizes: Ints = np.minimum(topk, np.maximum(SMALLEST_GROUP, np.int64(1) << exponents))
+    return sizes
+
+
+def grouped(rows: Tensor, counts: Tensor, topk: int) -> tuple[Group, ...]:
+    """Queries by the size they are padded to: `rows` int64 ``[n, widest group]`` index rows, the
+    first ``counts[i]`` of each are real. Asks the host for the counts."""
+    host = counts.cpu().numpy()
+    sizes = group_sizes(host, topk)
     groups = []
-    for size in torch.unique(sizes).tolist():
-        queries = (sizes == size).nonzero().flatten()
+    for size in np.unique(sizes).tolist():
+        queries = torch.from_numpy(np.flatnonzero(sizes == size))
         groups.append(Group(queries, rows[queries, :size], counts[queries]))
     return tuple(groups)
+
+
+def _group(shape: Shape, parts: Sequence[Part], rows: Tensor, first: int | None) -> Group:
+    queries = np.concatenate([part.queries for part in parts])
+    counts = shape.host_counts[queries]
+    is_full = bool(np.all(counts == rows.shape[1]))
+    return Group(torch.from_numpy(queries), rows, torch.from_numpy(counts), first, is_full)

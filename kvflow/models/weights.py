@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvflow.errors import KvflowError
-from kvflow.models.config import GlmConfig
+from kvflow.models.config import ConfigError, GlmConfig
 
 Shape = tuple[int, ...]
 
@@ -27,6 +27,20 @@ def owned_experts(num_experts: int, rank: int, size: int) -> range:
     [[0], [1, 2], [3, 4]]
     """
     return range(rank * num_experts // size, (rank + 1) * num_experts // size)
+
+
+def owned_heads(num_heads: int, rank: int, size: int) -> range:
+    """The contiguous attention heads rank owns among `size` tensor-parallel ranks. Raises
+    `ConfigError` for a rank outside the group or a size that does not divide the heads.
+
+    >>> owned_heads(64, 1, 2)
+    range(32, 64)
+    """
+    if size < 1 or num_heads % size:
+        raise ConfigError(f"tp_size {size} must divide num_attention_heads = {num_heads}")
+    if not 0 <= rank < size:
+        raise ConfigError(f"tp_rank {rank}, must be in [0, tp_size = {size})")
+    return range(rank * num_heads // size, (rank + 1) * num_heads // size)
 
 
 def weight_shapes(config: GlmConfig) -> dict[str, Shape]:

@@ -169,15 +169,20 @@ class NoKV:
     """For calls that must be refused before they reach the cache."""
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [([1, 2], "2 tokens, but the segments hold 3"), ([1, 2, 320], r"1..320, .* vocab_size = 320")],
-)
-def test_bad_tokens(tokens, message) -> None:
+def test_tokens_that_do_not_fit_the_segments() -> None:
     glm = Glm.load(TINY, kv_dtype="fp8")
     part = [Segment(0, torch.arange(3), 3)]
-    with pytest.raises(ConfigError, match=message):
-        glm.forward(torch.tensor(tokens), part, NoKV(), LocalComm())
+    with pytest.raises(ConfigError, match="2 tokens, but the segments hold 3"):
+        glm.forward(torch.tensor([1, 2]), part, NoKV(), LocalComm())
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 320], [-1, 5]])
+def test_tokens_outside_the_vocabulary(tokens) -> None:
+    glm = Glm.load(TINY, kv_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"must lie in \[0, vocab_size = 320\)"):
+        glm.check_tokens(tokens)
+    glm.check_tokens([0, 319])
+    glm.check_tokens([])
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,16 @@ def test_linear(dtype: torch.dtype, num_in: int, num_out: int) -> None:
 
 
 def test_per_head() -> None:
-    x, weight = torch.randn(32, 3, 5).double(), torch.randn(3, 5, 8).double()
-    want = torch.einsum("nha,hab->nhb", x, weight)
-    torch.testing.assert_close(per_head(x, weight), want)
+    weight = torch.randn(3, 5, 8).double()
+    for num_rows in (0, 8, 16, 48):
+        x = torch.randn(3, num_rows, 5).double()
+        got = per_head(x, weight)
+        torch.testing.assert_close(got, torch.einsum("hna,hab->hnb", x, weight))
+        assert torch.equal(per_head(x[1:2], weight[1:2]), got[1:2])
+        if num_rows:
+            assert torch.equal(per_head(x[:, 8:16], weight), got[:, 8:16])
+        shared = torch.einsum("na,hab->hnb", x[0], weight)
+        torch.testing.assert_close(per_head(x[0], weight), shared)
 
 
 def test_padding() -> None:
@@ -43,7 +50,7 @@ def test_rotation_is_of_adjacent_pairs() -> None:
     """Against complex multiplication by exp(i * angle)."""
     positions = torch.tensor([0, 1, 9000])
     x = torch.randn(3, 2, 8, dtype=torch.float64)
-    got = Rotation.at(positions, 8, 1e4, torch.float64)(x)
+    got = Rotation.at(positions, 8, 1e4, torch.float64)(x.transpose(0, 1)).transpose(0, 1)
     turn = torch.polar(
         torch.ones(3, 4).double(),
         positions[:, None] * 1e4 ** -(torch.arange(4).double() / 4),
