@@ -50,9 +50,9 @@ class Drafter:
             )
             if number == 0:
                 first = dict(zip(mine, selection.chosen, strict=True))
-            for i, token in zip(mine, torch.split(tokens, 1), strict=True):
+            for i, token in zip(mine, tokens.unbind(), strict=True):
                 drafts[i].append(token)
-        return {i: torch.cat(parts) for i, parts in drafts.items()}
+        return {i: torch.stack(parts) for i, parts in drafts.items()}
 
     def _pass(
         self,
