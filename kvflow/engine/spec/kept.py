@@ -1,7 +1,5 @@
 """Hidden states that outlive their step: what the next step's drafts start from."""
 
-from collections.abc import Sequence
-
 from attrs import define, field, frozen
 from torch import Tensor
 
@@ -58,9 +56,8 @@ class KeptStates:
     def keep(self, request_id: str, kept: Kept) -> None:
         self._kept[request_id] = kept
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self._kept.pop(request_id, None)
+    def forget(self, request_id: str) -> None:
+        self._kept.pop(request_id, None)
 
     def __len__(self) -> int:
         return len(self._kept)
