@@ -15,6 +15,7 @@ from kvflow.engine.access.facts import StepFacts
 from kvflow.engine.access.fresh import FreshRows
 from kvflow.engine.access.options import AccessOptions, AttentionWay
 from kvflow.engine.access.order import LayerOrder
+from kvflow.engine.access.shard import ShardRows
 from kvflow.engine.access.shards import AttendShard, ShardedAttention
 from kvflow.engine.access.union import Union, cut_selection
 from kvflow.engine.access.whole import WholeRanges
@@ -28,6 +29,7 @@ class AttentionRows:
     """Attends in the way that the first layer's shapes decide for the step."""
 
     facts: StepFacts
+    shard: ShardRows
     comm: Comm
     options: AccessOptions
     counters: Counters
@@ -94,7 +96,7 @@ class AttentionRows:
     @cached_property
     def _ranges(self) -> WholeRanges:
         ranges = [(i, 0, r.start) for i, r in enumerate(self.facts.requests) if r.start]
-        return WholeRanges(self.facts, "attention rows", ranges)
+        return WholeRanges(self.facts, self.shard, "attention rows", ranges)
 
     def _whole(self, component: str, queries: Tensor, selection: Selection) -> Tensor:
         whole, after = self._ranges, self.order.after(component)
@@ -135,7 +137,7 @@ class AttentionRows:
         size, num = shape.union_parts(self.facts.counts, self.options.workspace_tokens)
         parts = [cut_selection(selection, i * size, (i + 1) * size) for i in range(num)]
         return [
-            Union.agree(self.comm, self.facts, i, part, self.counters)
+            Union.agree(self.comm, self.facts, self.shard, i, part, self.counters)
             for i, part in enumerate(parts)
         ]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvflow.comm import Comm
 from kvflow.engine.access.counters import Counters
 from kvflow.engine.access.facts import StepFacts
+from kvflow.engine.access.shard import ShardRows
 from kvflow.models.candidates import Candidates, Keys, candidates, merged
 from kvflow.models.indexer import first_positions
 from kvflow.models.kvstep import IndexQueries
@@ -60,6 +61,7 @@ class ShardedChoice:
     """Sends index queries to the shards. `part_size` queries of each rank at a time."""
 
     facts: StepFacts
+    shard: ShardRows
     part_size: int
     counters: Counters
 
@@ -149,7 +151,7 @@ class ShardedChoice:
             for request, positions in runs[rank]:
                 if request not in keys:
                     held = np.arange(facts.local_len(request, facts.shard))
-                    packed = facts.local_rows(component, [(request, held)])
+                    packed = self.shard.read(component, [(request, held)])
                     token = facts.placement.sharding.token(facts.shard, held)
                     keys[request] = Keys.decode(
                         record, packed, torch.from_numpy(token), arrived.dtype

@@ -10,16 +10,13 @@ from functools import cached_property
 import numpy as np
 import torch
 from attrs import define, field
-from torch import Tensor
 
 from kvflow.engine.access.choice import StepCounts
 from kvflow.engine.memory import StepRequest
-from kvflow.kernels.rows import gather_rows
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
-from kvflow.layouts.paging import Dense, slots_of
+from kvflow.layouts.paging import Dense
 from kvflow.layouts.sharding import Ints, Replicated
-from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.collective import GatherSchedule, gather_schedule
 from kvflow.transfers.plan import Plan
 from kvflow.transfers.planner import plan_transfer
@@ -30,17 +27,13 @@ Range = tuple[int, int, int]
 
 @define(eq=False)
 class StepFacts:
-    """The requests of a step as one rank of `size` sees them. `cache` is the rank's own."""
+    """The requests of a step as rank `rank` of `size` sees them."""
 
     layout: KVLayout
-    cache: RankCache
+    rank: int
     requests: Sequence[StepRequest]
     size: int
     _positions: dict[int, list[Ints]] = field(init=False, factory=dict)
-
-    @property
-    def rank(self) -> int:
-        return self.cache.rank
 
     @property
     def placement(self) -> Placement:
@@ -111,18 +104,6 @@ class StepFacts:
     def local_len(self, request: int, shard: int) -> int:
         """Positions of a request, new ones included, that a shard holds."""
         return int(self.placement.sharding.local_len(self.requests[request].stop, shard))
-
-    def slots(self, component: str, request: int, local: Ints) -> Tensor:
-        """Slots on this rank of local indices of its shard."""
-        group = self.layout.group_of(component)
-        table = self.requests[request].tables[group.name]
-        return torch.from_numpy(slots_of(group.paging, table, local))
-
-    def local_rows(self, component: str, asked: Sequence[tuple[int, Ints]]) -> Tensor:
-        """Packed rows of this rank's shard, (request, local indices) after each other."""
-        slots = [self.slots(component, request, local) for request, local in asked]
-        joined = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
-        return gather_rows(self.cache.pages[component], joined)
 
     def fresh_schedule(self) -> GatherSchedule:
         """How the new rows of all ranks come together on every rank."""

@@ -15,6 +15,7 @@ from kvflow.engine.access.facts import StepFacts, cut_ranges
 from kvflow.engine.access.fresh import FreshRows
 from kvflow.engine.access.options import AccessOptions, IndexWay
 from kvflow.engine.access.order import LayerOrder
+from kvflow.engine.access.shard import ShardRows
 from kvflow.engine.access.whole import WholeRanges
 from kvflow.models.candidates import Keys
 from kvflow.models.kvstep import IndexQueries
@@ -26,6 +27,7 @@ class IndexKeys:
     """Chooses positions in the way that the first indexer's shapes decide for the step."""
 
     facts: StepFacts
+    shard: ShardRows
     comm: Comm
     options: AccessOptions
     counters: Counters
@@ -44,7 +46,7 @@ class IndexKeys:
         if way == "keys":
             return self._by_keys(component, queries, segments)
         part = shape.query_part(self.options.workspace_tokens, self.facts.num_shards)
-        choice = ShardedChoice(self.facts, part, self.counters)
+        choice = ShardedChoice(self.facts, self.shard, part, self.counters)
         return choice.topk(self.comm, component, queries, segments)
 
     def look_ahead(self, latent: str) -> None:
@@ -82,7 +84,10 @@ class IndexKeys:
             (i, r.start) for i, r in enumerate(self.facts.requests) if r.stop > topk and r.start
         ]
         parts = cut_ranges(lengths, tokens)
-        return [WholeRanges(self.facts, "index keys", part, i) for i, part in enumerate(parts)]
+        return [
+            WholeRanges(self.facts, self.shard, "index keys", part, i)
+            for i, part in enumerate(parts)
+        ]
 
     def _by_keys(
         self, component: str, queries: IndexQueries, segments: Sequence[Segment]

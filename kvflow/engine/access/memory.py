@@ -9,6 +9,7 @@ from kvflow.comm.blobs import all_gather_blobs
 from kvflow.engine.access.counters import Counters, StepLog
 from kvflow.engine.access.facts import StepFacts
 from kvflow.engine.access.options import AccessOptions
+from kvflow.engine.access.shard import PageShard
 from kvflow.engine.access.step import PagedStep
 from kvflow.engine.memory import StepRequest
 from kvflow.errors import LayoutError
@@ -39,9 +40,10 @@ class PagedMemory:
         if self._lane is None:
             self._lane = self._agree()
         self.log = StepLog()
-        facts = StepFacts(self.layout, self.cache, requests, self.comm.size)
+        facts = StepFacts(self.layout, self.comm.rank, requests, self.comm.size)
+        shard = PageShard(facts, self.cache)
         return PagedStep(
-            facts, self.comm, self._lane, self.options, write_only, self.counters, self.log
+            facts, shard, self.comm, self._lane, self.options, write_only, self.counters, self.log
         )
 
     def forget(self, request_id: str) -> None:

@@ -15,6 +15,7 @@ from kvflow.comm import Comm
 from kvflow.engine.access.counters import Counters
 from kvflow.engine.access.facts import StepFacts, joined
 from kvflow.engine.access.lists import Lists, exchange_lists
+from kvflow.engine.access.shard import ShardRows
 from kvflow.layouts.sharding import Ints
 from kvflow.models.partial import Natural, attend_part
 from kvflow.models.selection import Selection
@@ -41,8 +42,8 @@ over its rows here: out ``[m, h, R]`` and lse ``[m, h]`` with natural logarithms
 for a query with no rows here. Same dtype as the queries."""
 
 
-def attend_pages(facts: StepFacts) -> AttendShard:
-    """Over the pages of this rank: every chosen row is read and decoded once."""
+def attend_by_shard(facts: StepFacts, shard: ShardRows) -> AttendShard:
+    """Over rows that this rank can read: every chosen one is read and decoded once."""
 
     def attend(component: str, queries: Tensor, which: ShardQueries) -> Natural:
         asker = np.repeat(which.request, which.counts)
@@ -55,7 +56,7 @@ def attend_pages(facts: StepFacts) -> AttendShard:
             rows.append((request, local))
             num += len(local)
         record = facts.layout.spec[component].record
-        packed, counts = facts.local_rows(component, rows), torch.from_numpy(which.counts)
+        packed, counts = shard.read(component, rows), torch.from_numpy(which.counts)
         return attend_part(record, packed, queries, torch.from_numpy(index), counts, which.topk)
 
     return attend

@@ -6,9 +6,9 @@ whether rows move to the queries or queries to the rows, and fetches rows ahead 
 """
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 
-import numpy as np
+import torch
 from attrs import define, field
 from torch import Tensor
 
@@ -21,8 +21,8 @@ from kvflow.engine.access.fresh import FreshRows
 from kvflow.engine.access.index import IndexKeys
 from kvflow.engine.access.options import AccessOptions
 from kvflow.engine.access.order import LayerOrder
-from kvflow.engine.access.shards import attend_pages
-from kvflow.kernels.rows import gather_rows
+from kvflow.engine.access.shard import ShardRows
+from kvflow.engine.access.shards import attend_by_shard
 from kvflow.models.kvstep import IndexQueries
 from kvflow.models.reading import attend_by_reading, topk_by_reading
 from kvflow.models.segment import Segment
@@ -34,6 +34,7 @@ class PagedStep:
     """Implements the models' `KVStep`. All ranks build it from the same requests."""
 
     facts: StepFacts
+    shard: ShardRows
     comm: Comm
     lane: Lane
     options: AccessOptions
@@ -45,11 +46,20 @@ class PagedStep:
     _index: IndexKeys = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._fresh = FreshRows(self.facts, self.counters)
+        self._fresh = FreshRows(self.facts, self.counters, self.shard)
         ahead = Ahead(self.lane, self.counters, self.log)
         order = LayerOrder(self.facts.layout.spec)
-        parts = (self.facts, self.comm, self.options, self.counters, self._fresh, ahead, order)
-        self._attention = AttentionRows(*parts, attend_pages(self.facts))
+        parts = (
+            self.facts,
+            self.shard,
+            self.comm,
+            self.options,
+            self.counters,
+            self._fresh,
+            ahead,
+            order,
+        )
+        self._attention = AttentionRows(*parts, attend_by_shard(self.facts, self.shard))
         self._index = IndexKeys(*parts)
 
     @property
@@ -103,21 +113,10 @@ class PagedStep:
 
     def _rows(self, component: str, request: int, positions: Tensor | None) -> Tensor:
         """Packed rows uint8 [m, nbytes] at positions int64 [m], or of the whole context."""
-        slots = self._context_slots[self.facts.layout.group_of(component).name][request]
-        wanted = slots if positions is None else slots[positions]
-        return gather_rows(self.facts.cache.pages[component], wanted)
-
-    @cached_property
-    def _context_slots(self) -> dict[str, list[Tensor]]:
-        """By block-table group and request, where a context lies that this rank holds whole."""
-        sharding = self.facts.placement.sharding
-        return {
-            group.name: [
-                self.facts.slots(group.components[0], i, sharding.local(np.arange(r.stop)))
-                for i, r in enumerate(self.facts.requests)
-            ]
-            for group in self.facts.layout.groups
-        }
+        if positions is None:
+            positions = torch.arange(self.facts.requests[request].stop)
+        local = self.facts.placement.sharding.local(positions.numpy())
+        return self.shard.read(component, [(request, local)])
 
     def _note(self, what: Point, component: str) -> None:
         self.log.moments.append(Moment(what, component, self.lane.clock()))

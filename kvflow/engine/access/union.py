@@ -17,6 +17,7 @@ from kvflow.engine.access.counters import Counters
 from kvflow.engine.access.facts import StepFacts, joined
 from kvflow.engine.access.fresh import FreshRows
 from kvflow.engine.access.lists import Lists, exchange_lists
+from kvflow.engine.access.shard import ShardRows
 from kvflow.layouts.sharding import Ints
 from kvflow.models.partial import attend_rows, groups_of
 from kvflow.models.segment import Segment
@@ -55,6 +56,7 @@ class Union:
     """The rows of one part of a selection; made by a collective that tells owners what to send."""
 
     facts: StepFacts
+    shard: ShardRows
     part: int
     selection: Selection
     _wanted: list[Wanted] = field(init=False)
@@ -65,15 +67,21 @@ class Union:
 
     @classmethod
     def agree(
-        cls, comm: Comm, facts: StepFacts, part: int, selection: Selection, counters: Counters
+        cls,
+        comm: Comm,
+        facts: StepFacts,
+        shard: ShardRows,
+        part: int,
+        selection: Selection,
+        counters: Counters,
     ) -> "Union":
         """A collective: every rank says which rows of whose shard it wants."""
-        union = cls(facts, part, selection)
+        union = cls(facts, shard, part, selection)
         starts = [r.start for r in facts.requests]
         union._wanted = wanted_rows(selection, starts)
-        shard, local = union._owners()
-        union._tell(exchange_lists(comm, facts, union._asked(shard, local), union._num, counters))
-        union._place(shard)
+        owner, local = union._owners()
+        union._tell(exchange_lists(comm, facts, union._asked(owner, local), union._num, counters))
+        union._place(owner)
         return union
 
     def _num(self, rank: int) -> int:
@@ -85,12 +93,12 @@ class Union:
         cached = joined([w.cached for w in self._wanted])
         return sharding.owner(cached), sharding.local(cached)
 
-    def _asked(self, shard: Ints, local: Ints) -> list[Lists]:
+    def _asked(self, owner: Ints, local: Ints) -> list[Lists]:
         """By member: the local indices wanted of it, a list for each request of the step."""
         request = joined([np.full(len(w.cached), w.request, np.int64) for w in self._wanted])
         num = len(self.facts.requests)
         return [
-            Lists(np.bincount(request[shard == s], minlength=num), local[shard == s])
+            Lists(np.bincount(request[owner == s], minlength=num), local[owner == s])
             for s in range(self.facts.num_shards)
         ]
 
@@ -100,16 +108,16 @@ class Union:
             self._counts[rank] = len(lists.values)
             self._send += enumerate(lists.split())
 
-    def _place(self, shard: Ints) -> None:
+    def _place(self, owner: Ints) -> None:
         """Where each wanted row will stand: cached rows by the rank they come from, then new ones;
         and which of them each query reads."""
-        rank = np.array(self.facts.members, np.int64)[shard]
+        rank = np.array(self.facts.members, np.int64)[owner]
         self._received = np.bincount(rank, minlength=self.facts.size).tolist()
-        place = np.empty(len(shard), np.int64)
-        place[np.argsort(rank, kind="stable")] = np.arange(len(shard))
+        place = np.empty(len(owner), np.int64)
+        place[np.argsort(rank, kind="stable")] = np.arange(len(owner))
         topk, counts = self.selection.topk, self.selection.counts
         width = group_size(max((w.index.shape[1] for w in self._wanted), default=0), topk)
-        rows, cached, new = [], 0, len(shard)
+        rows, cached, new = [], 0, len(owner)
         for w in self._wanted:
             here = np.arange(new, new + len(w.new))
             both = torch.from_numpy(np.concatenate([place[cached : cached + len(w.cached)], here]))
@@ -123,7 +131,7 @@ class Union:
         nbytes = self.facts.layout.spec[component].record.nbytes
 
         def run(comm: Comm) -> Tensor:
-            rows = self.facts.local_rows(component, self._send)
+            rows = self.shard.read(component, self._send)
             return comm.all_to_all(rows, self._counts, self._received)[0]
 
         total = sum(self._received)

@@ -9,6 +9,7 @@ from kvflow.comm import Comm
 from kvflow.engine.access.ahead import Fetch
 from kvflow.engine.access.counters import Kind
 from kvflow.engine.access.facts import Range, StepFacts
+from kvflow.engine.access.shard import ShardRows
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.collective import GatherSchedule
 
@@ -18,6 +19,7 @@ class WholeRanges:
     """Cached ranges of requests, at most one workspace full. `part` numbers several of these."""
 
     facts: StepFacts
+    shard: ShardRows
     kind: Kind
     ranges: Sequence[Range]
     part: int = 0
@@ -34,7 +36,7 @@ class WholeRanges:
         counts, nbytes = self.schedule.counts, self.facts.layout.spec[component].record.nbytes
 
         def run(comm: Comm) -> Tensor:
-            return comm.all_gather(self.facts.local_rows(component, self._send), counts)
+            return comm.all_gather(self.shard.read(component, self._send), counts)
 
         total = sum(counts)
         others = total - counts[self.facts.rank]

@@ -1,4 +1,4 @@
-"""Groups of ranks that run the same steps with a given access, and one rank that runs them alone."""
+"""Groups of ranks that run the same steps with a given access, and one rank that runs them."""
 
 import functools
 
@@ -38,7 +38,7 @@ class Chunk:
 
 @define(eq=False)
 class World:
-    """`pcp` ranks over `dcp` shards. `deal` says who computes what; hidden states are by position."""
+    """`pcp` ranks over `dcp` shards. `deal` says who computes what."""
 
     pcp: int
     dcp: int
