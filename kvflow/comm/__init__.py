@@ -4,6 +4,7 @@ from kvflow.comm.background import Background, Inline, JobTimes, Lane, Pending
 from kvflow.comm.dist import DistComm, connect_gloo, disconnect
 from kvflow.comm.local import LocalComm
 from kvflow.comm.protocol import Comm, CommError, PeerError
+from kvflow.comm.subgroup import SubComm, consecutive_group
 from kvflow.comm.threads import ThreadComm, ThreadGroup, run_ranks
 
 __all__ = [
@@ -17,9 +18,11 @@ __all__ = [
     "LocalComm",
     "PeerError",
     "Pending",
+    "SubComm",
     "ThreadComm",
     "ThreadGroup",
     "connect_gloo",
+    "consecutive_group",
     "disconnect",
     "run_ranks",
 ]

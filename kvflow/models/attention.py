@@ -65,7 +65,8 @@ class Attention:
         attended = kv.attend(self.component, queries[:num_rows], selection)
         out = q.new_zeros(len(q), num_padded, c.kv_lora_rank)
         out[:, :num_rows] = attended.transpose(0, 1)
-        values = per_head(out, self.w_uv)[..., : c.v_head_dim]
+        values = per_head(out, self.w_uv)[..., : c.v_head_dim].transpose(0, 1).flatten(1)
         if tp.size > 1:
-            values = tp.all_gather(values.contiguous(), [len(q)] * tp.size)
-        return self.o(values.transpose(0, 1).flatten(1))
+            parts = tp.all_gather(values, [num_padded] * tp.size)
+            values = torch.cat(torch.tensor_split(parts, tp.size), 1)
+        return self.o(values)

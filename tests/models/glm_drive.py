@@ -19,18 +19,20 @@ def run_steps(
     requests: Sequence[Sequence[int]],
     steps: Sequence[Sequence[Chunk]],
     owner: Callable[[int, int], int],
+    tp: Comm = LocalComm(),  # noqa: B008
 ) -> tuple[dict[tuple[int, int], Tensor], DenseKV]:
-    """Hidden states by (request, position) of the tokens this rank owns, and its cache."""
+    """Hidden states by (request, position) of the tokens this rank owns, and its cache. The ranks
+    of `tp` own the same tokens."""
     kv, hidden = DenseKV(comm, glm.spec), {}
     for chunks in steps:
         segments = []
         for r, start, num in chunks:
-            mine = [p for p in range(start, start + num) if owner(r, p) == comm.rank]
+            mine = [p for p in range(start, start + num) if owner(r, p) == comm.rank // tp.size]
             segments.append(segment(r, mine, start + num))
         rows = [(s.request_idx, p) for s in segments for p in s.positions.tolist()]
         tokens = torch.tensor([requests[r][p] for r, p in rows], dtype=torch.int64)
         kv.begin(segments)
-        out = glm.forward(tokens, segments, kv, comm)
+        out = glm.forward(tokens, segments, kv, comm, tp)
         assert out.shape == (len(rows), glm.config.hidden_size)
         assert sorted(kv.published) == sorted(kv.released) == sorted(glm.spec.select(part="main"))
         hidden.update(zip(rows, out, strict=True))
