@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 from attrs import define, field
 
 from kvflow.comm import Comm
 from kvflow.engine.hisparse.pool import Allocate, LatentPool, zeros
 from kvflow.engine.hisparse.reads import Reads, ShardQueries, plan_reads
 from kvflow.engine.hisparse.request import RequestRows
+from kvflow.engine.hisparse.shared import BlockCopy, written_entries
 from kvflow.engine.hisparse.sizes import HiSparseSizes
 from kvflow.engine.hisparse.step import HiSparseStep
 from kvflow.engine.hisparse.tail import CLEAN, DIRTY
@@ -78,6 +80,7 @@ class HiSparseMemory:
 
     def _seated(self, request: StepRequest) -> RequestRows:
         binding = Binding.of(self.layout, request.tables, self.pool.num_blocks, request.stop)
+        self._check_exclusive(request, binding)
         held = self._requests.get(request.request_id)
         if held is None:
             if not self._seats:
@@ -89,6 +92,18 @@ class HiSparseMemory:
             self._requests[request.request_id] = held
         held.binding = binding
         return held
+
+    def _check_exclusive(self, request: StepRequest, binding: Binding) -> None:
+        for group, table in binding.tables.items():
+            entries = written_entries(self.layout, group, request.start, request.stop)
+            mine = table[entries]
+            for other, held in self._requests.items():
+                both = mine[np.isin(mine, held.binding.tables[group])]
+                if other != request.request_id and len(both):
+                    raise KvflowError(
+                        f"request {request.request_id!r} writes block {int(both[0])} of group "
+                        f"{group!r}, which request {other!r} holds too: copy it first (plan_copies)"
+                    )
 
     def forget(self, request_id: str) -> None:
         """The request has left; rows that the host has not are lost (see `flush`). A request that
@@ -138,6 +153,12 @@ class HiSparseMemory:
         if (held := self._requests.get(request_id)) is None:
             raise KvflowError(f"request {request_id!r} has no seat, nothing of it can be flushed")
         held.flush()
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Carries out `plan_copies`; blocks of requests that have newer rows on the device are
+        flushed before somebody shares them."""
+        for copy in copies:
+            self.pool.copy_block(copy.group, copy.source, copy.target)
 
     def plan_reads(
         self, which: ShardQueries, requests: Sequence[RequestRows], group: tuple[str, ...]

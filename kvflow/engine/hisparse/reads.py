@@ -104,8 +104,8 @@ def plan_reads(
     ]
     parts = []
     for n in range(max(map(len, shares), default=0)):
-        together = [share[n] for share in shares if n < len(share)]
-        parts.append(_part(which, together, requests, group))
+        nth = [share[n] for share in shares if n < len(share)]
+        parts.append(_part(which, nth, requests, group))
     together = len(parts) == 1 and not any(rows.groups[group].missed_new for rows in requests)
     return Reads(group, parts, together)
 
