@@ -35,6 +35,7 @@ from kvflow.engine.prefill_metrics import prefill_metrics
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.sampling import Sampled
 from kvflow.engine.tiers.manager import Tiers
+from kvflow.engine.tiers.unitfile import FileMover
 from kvflow.errors import KvflowError
 from kvflow.layouts.wire import layout_from_wire
 
@@ -61,6 +62,7 @@ class Deployment:
     vocab_size: int
     max_num_batched_tokens: int = 2048
     prefix: PrefixConfig = field(factory=PrefixConfig)
+    files: FileMover | None = None
     prefill: PrefillEngine = field(init=False)
     gauges: dict[str, Mapping[str, float]] = field(init=False, factory=dict)
     counters: dict[str, Mapping[str, float]] = field(init=False, factory=dict)
@@ -90,7 +92,7 @@ class Deployment:
                 if (ready[name].layout, ready[name].num_blocks) != (first.layout, first.num_blocks):
                     raise KvflowError(f"rank {name!r} and {group[0]!r} describe different caches")
         layout = layout_from_wire(source.layout)
-        tiers = Tiers.create(self.prefix, layout)
+        tiers = Tiers.create(self.prefix, layout, self.files)
         self.prefill = PrefillEngine(
             layout,
             len(self.prefill_ranks),

@@ -101,6 +101,10 @@ class PrefillEngine:
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         work = _Prefill(request, self.kv.of(request), future)
         self._held[request.request_id] = work
+        await self.kv.fetch(work.kv)
+        if work.outcome.done():  # released or failed in the meantime
+            self.kv.free(work.kv)
+            return await work.outcome
         self._waiting.append(work)
         self._schedule()
         return await work.outcome
@@ -280,7 +284,7 @@ class PrefillEngine:
     async def close(self) -> None:
         """Ends the tiers; no step may be sent any more."""
         if self.tiers is not None:
-            self.tiers.close()
+            await self.tiers.close()
 
     @property
     def num_waiting(self) -> int:

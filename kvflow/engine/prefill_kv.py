@@ -6,7 +6,7 @@ what they wrote found, and what they read given up.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from attrs import define, field
 
@@ -24,7 +24,8 @@ from kvflow.layouts.layout import KVLayout
 @define(eq=False)
 class RequestKV:
     """What one request holds. `sources` (blocks) and the units of `load` are held until its first
-    step has read them, `stores` (units by block) until the step that writes them has ended.
+    step has read them, `stores` (units by block) until the step that writes them has ended,
+    `fetched` (units, those `from_disk` among them) until it begins.
     `num_reused` counts prompt tokens that it need not compute, by tier."""
 
     chain: Chain
@@ -33,6 +34,8 @@ class RequestKV:
     sources: Tables = field(factory=dict)
     load: UnitRows | None = None
     stores: dict[int, int] = field(factory=dict)
+    fetched: list[int] = field(factory=list)
+    from_disk: set[int] = field(factory=set)
     trail: Trail = field(factory=Trail)
     holding: Holding = "used"
     begun: bool = False
@@ -75,6 +78,13 @@ class PrefillKV:
         known = request.prompt if self.config.enabled else ()
         return RequestKV(self._hasher.chain(known, request.cache_salt), len(request.prompt))
 
+    async def fetch(self, kv: RequestKV) -> None:
+        """Brings what only files know of the request's prefix into the host tier."""
+        if self.tiers is not None:
+            match = self.cache.index.match(kv.chain, kv.length - 1)
+            units, fresh = await self.tiers.fetch(kv.chain, match.num_exact, kv.length - 1)
+            kv.fetched, kv.from_disk = units, fresh
+
     def begin(self, kv: RequestKV) -> int | None:
         """Gives a request its blocks, behind the longest prefix that the pools and then the host
         tier know. Returns the first position that it must compute; None, and nothing is held, if
@@ -94,11 +104,13 @@ class PrefillKV:
             load = None  # it would leave a gap
         kv.lease, kv.sources, kv.load = lease, lease.sources, load
         kv.num_reused = {"device": lease.length}
-        if load is None or self.tiers is None:
+        if self.tiers is None:
             return lease.length
-        self.tiers.host.pin(load.units)
-        kv.num_reused["host"] = load.stop - load.start
-        return load.stop
+        if load is not None:
+            self.tiers.host.pin(load.units)
+            kv.num_reused |= _by_tier(load, kv.chain.block_size, kv.from_disk)
+        self._end_fetch(kv)
+        return load.stop if load is not None else lease.length
 
     def moves(
         self, kv: RequestKV, start: int, stop: int
@@ -146,6 +158,7 @@ class PrefillKV:
     def free(self, kv: RequestKV) -> None:
         """Gives everything back; no step with the request runs. It may begin again."""
         self._end_reads(kv)
+        self._end_fetch(kv)
         self.cache.free(kv.tables, kv.holding)
         kv.lease, kv.trail, kv.holding, kv.begun = Lease({}), Trail(), "used", False
         kv.num_reused = {}
@@ -156,6 +169,11 @@ class PrefillKV:
         if self.tiers is not None and kv.load is not None:
             self.tiers.host.unpin(kv.load.units)
         kv.load = None
+
+    def _end_fetch(self, kv: RequestKV) -> None:
+        if self.tiers is not None:
+            self.tiers.host.unpin(kv.fetched)
+        kv.fetched, kv.from_disk = [], set()
 
     def reset(self) -> dict[str, int]:
         """Forgets every prefix; returns how many blocks of tokens each tier forgot. Rows of
@@ -168,4 +186,13 @@ class PrefillKV:
         engine is `idle`."""
         self.cache.audit(idle=idle)
         if self.tiers is not None:
-            self.tiers.host.audit(idle=idle)
+            self.tiers.host.audit(idle=idle and not self.tiers.num_under_way)
+
+
+def _by_tier(load: UnitRows, unit_size: int, from_disk: Set[int]) -> dict[str, int]:
+    """Loaded tokens by the tier that knew them when the request came."""
+    disk = 0
+    for i, unit in enumerate(load.units):
+        if unit in from_disk:
+            disk += min(unit_size, load.stop - load.start - i * unit_size)
+    return {"host": load.stop - load.start - disk, "disk": disk}

@@ -10,6 +10,7 @@ from attrs.converters import optional
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.prefix.config import PrefixConfig
+from kvflow.engine.tiers.unitfile import FileMover
 from kvflow.errors import LayoutError
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Axis, Mesh
@@ -132,8 +133,8 @@ class LaunchConfig:
     def model_name(self) -> str:
         return self.served_model_name or self.model.resolve().name
 
-    def deployment(self, hub: Hub) -> Deployment:
-        """The front of this deployment, not started."""
+    def deployment(self, hub: Hub, files: FileMover | None = None) -> Deployment:
+        """The front of this deployment, not started. `files` serves a disk tier."""
         return Deployment(
             hub,
             self.prefill_names,
@@ -144,6 +145,7 @@ class LaunchConfig:
             self.vocab_size(),
             self.max_num_batched_tokens,
             prefix=self.prefix,
+            files=files,
         )
 
     def costs(self) -> Costs:

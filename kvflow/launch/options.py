@@ -3,9 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from attrs import fields, frozen
 
+from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.launch.config import LaunchConfig
 
 
@@ -25,9 +27,11 @@ def parse_options(argv: Sequence[str], *, default_model: Path) -> ServeOptions:
     args = vars(_parser(default_model).parse_args(argv))
     host, port, demo = args.pop("host"), args.pop("port"), args.pop("demo")
     args.pop("enable_expert_parallel")
+    args["prefix"] = _prefix(args)
     return ServeOptions(LaunchConfig(**args), host, port, demo)
 
 
+_GIB = 1 << 30
 _DEFAULT = {f.name: f.default for f in fields(LaunchConfig)}
 
 
@@ -43,6 +47,7 @@ def _parser(default_model: Path) -> argparse.ArgumentParser:
     _add_ranks(parser)
     _add_formats(parser)
     _add_limits(parser)
+    _add_prefix(parser)
     parser.add_argument(
         "--verify-transfers",
         action="store_true",
@@ -112,6 +117,36 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("decode_kv_tokens", "tokens each decode cache holds"),
     ):
         _number(parser, name, "--" + name.replace("_", "-"), about=about)
+
+
+def _add_prefix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV of prompts that begin alike",
+    )
+    parser.add_argument(
+        "--prefix-block", type=int, help="tokens per reused block (default: the prefill block's)"
+    )
+    parser.add_argument(
+        "--host-tier-gib", type=float, default=0.0, help="host memory for KV of prefixes, in GiB"
+    )
+    parser.add_argument("--disk-tier-directory", type=Path, help="where the disk tier's files lie")
+    parser.add_argument(
+        "--disk-tier-gib", type=float, default=0.0, help="most bytes of these files, in GiB"
+    )
+
+
+def _prefix(args: dict[str, Any]) -> PrefixConfig:
+    """Takes the flags of prefix reuse out of the others."""
+    return PrefixConfig(
+        args.pop("enable_prefix_caching"),
+        args.pop("prefix_block"),
+        int(args.pop("host_tier_gib") * _GIB),
+        args.pop("disk_tier_directory"),
+        int(args.pop("disk_tier_gib") * _GIB),
+    )
 
 
 def _port(text: str) -> int:

@@ -27,6 +27,7 @@ from kvflow.comm.local import LocalComm
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import ZmqHub, ZmqMailbox
 from kvflow.engine.ranks import guarded
+from kvflow.engine.tiers.unitfile import FileMover
 from kvflow.errors import KvflowError, TransferError
 from kvflow.launch.build import decode_rank, prefill_rank
 from kvflow.launch.config import LaunchConfig
@@ -66,7 +67,7 @@ async def process_deployment(
                     args=(config, name, address, key, threads, rank, store.port),
                     name=name,
                 )
-        deployment = config.deployment(hub)
+        deployment = config.deployment(hub, _files(config))
         watcher: asyncio.Task[None] | None = None
         try:
             for process in processes.values():
@@ -96,6 +97,13 @@ def _require_nixl() -> None:
         raise TransferError(
             f"{error}, or run every rank as a thread of one process: --transport in-process"
         ) from error
+
+
+def _files(config: LaunchConfig) -> FileMover | None:
+    """What moves the files of a disk tier, if there is one."""
+    from kvflow.transfers.executors.nixl_files import NixlFiles
+
+    return NixlFiles() if config.prefix.disk_directory is not None else None
 
 
 async def _start_or_die(

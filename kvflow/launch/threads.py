@@ -13,6 +13,7 @@ from kvflow.launch.build import decode_rank, prefill_rank
 from kvflow.launch.config import LaunchConfig
 from kvflow.transfers.executors.base import Endpoint, RankCache
 from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
+from kvflow.transfers.executors.plain_files import PlainFiles
 
 _IDLE_S = 3600.0  # how long a rank may wait inside a collective for the others
 
@@ -71,7 +72,7 @@ async def thread_deployment(
     for ranks in decode.values():
         members = ThreadGroup(len(ranks), _IDLE_S)
         threads += [_thread(name, run_decode, name, r, members) for r, name in enumerate(ranks)]
-    deployment = config.deployment(hub)
+    deployment = config.deployment(hub, PlainFiles())
     try:
         await deployment.start()
         yield deployment

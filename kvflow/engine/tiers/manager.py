@@ -1,14 +1,19 @@
 """Tiers: what a prefill engine finds in its tiers, and what it stores there."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 
 from attrs import define
 
 from kvflow.engine.messages import AttachTier, UnitRows
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.prefix.hashes import Chain
+from kvflow.engine.tiers.disk import DiskTier
 from kvflow.engine.tiers.host import HostTier, Place
 from kvflow.engine.tiers.memory import UnitMemory
+from kvflow.engine.tiers.traffic import DiskTraffic
+from kvflow.engine.tiers.unitfile import FileMover
+from kvflow.errors import KvflowError
 from kvflow.layouts.layout import KVLayout
 
 
@@ -17,30 +22,59 @@ class Tiers:
     """The tiers of one engine. Everything is decided here, in the front; ranks move the rows."""
 
     host: HostTier
+    traffic: DiskTraffic | None = None
 
     @classmethod
-    def create(cls, config: PrefixConfig, layout: KVLayout) -> "Tiers | None":
+    def create(
+        cls, config: PrefixConfig, layout: KVLayout, files: FileMover | None
+    ) -> "Tiers | None":
         """The tiers that a configuration asks for, None if it is none. Raises `CapacityError` for a
-        size that holds no unit."""
+        size that holds no unit, and `KvflowError` for a directory of another disk tier or if
+        nobody moves files."""
         if not config.host_nbytes:
             return None
         unit_size = config.unit_size(layout)
-        return cls(HostTier(UnitMemory.create(layout.spec, unit_size, config.host_nbytes)))
+        disk = None
+        if config.disk_directory is not None:
+            if files is None:
+                raise KvflowError(
+                    f"a disk tier in {config.disk_directory}, but nothing moves files"
+                )
+            disk = DiskTier(config.disk_directory, config.disk_nbytes, unit_size, files)
+        host = HostTier(UnitMemory.create(layout.spec, unit_size, config.host_nbytes))
+        return cls(host, DiskTraffic(host, disk) if disk is not None else None)
+
+    @property
+    def num_under_way(self) -> int:
+        """Units on their way to or from files."""
+        return self.traffic.num_under_way if self.traffic is not None else 0
 
     def units(self) -> dict[str, dict[str, int]]:
         """Units by tier and state."""
-        return {"host": self.host.counts()}
+        counts = {"host": self.host.counts()}
+        if self.traffic is not None:
+            counts["disk"] = {"published": len(self.traffic.disk)}
+        return counts
 
     def events(self) -> dict[str, dict[str, int]]:
         """What ever happened, by tier and kind."""
         host = self.host
-        return {
+        events = {
             "host": {
                 "stored": host.num_stored,
                 "evicted": host.num_evicted,
                 "store_refused": host.num_refused,
             }
         }
+        if self.traffic is not None:
+            disk = self.traffic.disk
+            events["disk"] = {
+                "stored": disk.num_stored,
+                "evicted": disk.num_evicted,
+                "store_refused": disk.num_store_refused,
+                "file_refused": disk.num_refused,
+            }
+        return events
 
     @property
     def attachment(self) -> AttachTier:
@@ -69,6 +103,45 @@ class Tiers:
             labels.append(chain.label(k, following))
             stop = chain.stop(k)
         return UnitRows(start, stop, units, labels) if stop > start else None
+
+    async def fetch(self, chain: Chain, first: int, most: int) -> tuple[list[int], set[int]]:
+        """Brings the blocks from `first` on, below position `most`, from files into units as far as
+        they are known. Returns the units of blocks that lie in the host tier now, pinned once for
+        the caller, and which of them came from files."""
+        if self.traffic is None:
+            return [], set()
+        wanted = range(first, min(len(chain), most // chain.block_size))
+        held = {k: self.host.find(chain, k, chain.following(k)) for k in wanted}
+        here = {k: unit for k, unit in held.items() if unit is not None}
+        known = []
+        for k in wanted:
+            if k not in here and not self.traffic.knows(chain, k):
+                break
+            known.append(k)
+        absent = [k for k in known if k not in here]
+        self.host.pin(here.values())
+        try:
+            places = await asyncio.gather(*(self.traffic.fetch(chain, k) for k in absent))
+            arrived = dict(zip(absent, places, strict=True))
+            units = self._reached(chain, known, arrived)
+            self.host.pin(units)
+        finally:
+            self.host.unpin(here.values())
+        return units, set(units) - set(here.values())
+
+    def _reached(
+        self, chain: Chain, blocks: Sequence[int], arrived: Mapping[int, Place | None]
+    ) -> list[int]:
+        """The units of blocks that follow each other without a gap."""
+        units: list[int] = []
+        for k in blocks:
+            place = arrived.get(k)
+            following = chain.following(k) if place is None else place.following
+            unit = self.host.find(chain, k, following)
+            if unit is None:
+                break
+            units.append(unit)
+        return units
 
     # --- writing
 
@@ -100,14 +173,19 @@ class Tiers:
     def end_stores(self, chain: Chain, stores: Mapping[int, int], sampled: int | None) -> None:
         """Every rank has written its rows: the units are found from now on. One whose last row was
         made with a token that nobody knows is discarded."""
+        published = []
         for k in sorted(stores, reverse=True):
             try:
                 following = chain.following(k, sampled)
             except LookupError:
                 self.host.discard(stores[k])
                 continue
-            place = Place(chain.hashes[k], following)
-            self.host.publish(stores[k], place, chain.block(k), chain.label(k, following))
+            place, label = Place(chain.hashes[k], following), chain.label(k, following)
+            if self.host.publish(stores[k], place, chain.block(k), label):
+                published.append((stores[k], chain.key(k, following)))
+        if self.traffic is not None:
+            for unit, key in reversed(published):
+                self.traffic.spill(unit, key)
 
     def drop_stores(self, stores: Mapping[int, int]) -> None:
         """What was written is worth nothing."""
@@ -116,8 +194,11 @@ class Tiers:
 
     def clear(self) -> dict[str, int]:
         """Forgets everything; returns how many units each tier forgot."""
-        return {"host": self.host.clear()}
+        disk = {"disk": self.traffic.clear()} if self.traffic is not None else {}
+        return {"host": self.host.clear(), **disk}
 
-    def close(self) -> None:
-        """Nothing may be under way."""
+    async def close(self) -> None:
+        """Waits for what is on its way to or from files."""
+        if self.traffic is not None:
+            await self.traffic.close()
         self.host.memory.close()

@@ -1,15 +1,17 @@
-"""Whole deployments with a host tier behind a small pool: same tokens, same rows, longest hits."""
+"""Whole deployments with tiers behind a small pool: same tokens, same rows, longest hits."""
 
 import asyncio
+import tempfile
 
 import pytest
 from attrs import evolve
-from engine_world import config, greedy, one_rank_tokens, reference_model, request
+from engine_world import config, greedy, one_rank_tokens, reference_model, request, until, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_world import (
     Arrivals,
     differing,
+    in_turn,
     launches,
     prompt_families,
     reference_rows,
@@ -80,3 +82,55 @@ def test_device_hit_host_hit_and_the_rest_join_in_one_request(pcp, dcp):
     assert said[2][1] == 44
     assert reused["device"] > 0
     assert reused["host"] > 0
+
+
+def disked(launch, directory, units=20, block=4):
+    """The deployment with few units in front of a disk tier; half of them may wait to
+    be written."""
+    prefix = PrefixConfig(
+        block_size=block,
+        host_nbytes=host_nbytes(launch.kv_dtype, block, units),
+        disk_directory=directory,
+        disk_nbytes=1 << 24,
+    )
+    return evolve(launch, prefix=prefix)
+
+
+async def settled(deployment):
+    """Waits until nothing is on its way to a file."""
+    await until(lambda: not deployment.prefill.tiers.num_under_way)
+    deployment.prefill.audit()
+
+
+@given(launches(prefill_kv_tokens=48), prompt_families())
+@settings(max_examples=EXAMPLES)
+def test_tokens_rows_and_hits_through_the_disk_tier(launch, prompts):
+    """A tier of files behind small pools; then another engine, of one rank and other blocks, that
+    finds the same directory."""
+    requests = [request(f"r{i}", p, greedy(2)) for i, p in enumerate(prompts)]
+    arrivals = Arrivals()
+
+    async def run(launch):
+        async with world(launch, arrivals) as deployment:
+            said = []
+            for one in requests:
+                said += await in_turn(deployment, [one])
+                await settled(deployment)
+            return said, dict(deployment.prefill.kv.num_reused)
+
+    with tempfile.TemporaryDirectory() as directory:
+        said, _ = asyncio.run(run(disked(launch, directory)))
+        other = evolve(launch, pcp=1, dcp=1, interleave=1, prefill_block=7)
+        again, reused = asyncio.run(run(disked(other, directory, units=64)))
+    first = []
+    for i, one in enumerate(requests):
+        wanted = one_rank_tokens(one, launch.kv_dtype)
+        assert said[i][0] == again[i][0] == wanted
+        for rows in (arrivals.rows[i], arrivals.rows[len(requests) + i]):
+            assert differing(rows, reference_rows(one, launch.kv_dtype)) == []
+        assert said[i][1] == reusable(prompts[:i], one.prompt, 4, True, first)
+        first.append(wanted[0])
+    for i, one in enumerate(requests):
+        assert again[i][1] == reusable(prompts, one.prompt, 4, True, first)
+    assert sum(reused.values()) == sum(cached for _, cached in again)
+    assert reused.get("disk") or not any(cached for _, cached in again)
