@@ -4,7 +4,7 @@ Everything here follows from counts that all ranks hold alike, so all ranks choo
 those that the ranks receive from each other, summed over the ranks of a group, for one layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from attrs import frozen
@@ -27,7 +27,7 @@ class StepCounts:
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
-    num_queries: tuple[tuple[int, ...], ...]
+    num_queries: Sequence[Sequence[int]]
     num_shards: int
 
     @property
@@ -114,9 +114,13 @@ class AttentionShape:
             return float((step.num_ranks - 1) * step.num_cached * self.row_nbytes)
         if way == "union":
             return step.union(self.topk) * (self.row_nbytes * step.elsewhere + lists)
-        moved = (step.num_shards - 1) * (self.query_nbytes + self.partial_nbytes)
         chosen = min(self.topk, max(step.stops, default=0))
-        return step.total_queries * (moved + chosen * lists)
+        return self.total_moved(step) + step.total_queries * chosen * lists
+
+    def total_moved(self, step: StepCounts) -> int:
+        """Queries to the other shards, and their answers."""
+        each = (step.num_shards - 1) * (self.query_nbytes + self.partial_nbytes)
+        return step.total_queries * each
 
     def num_collectives(self, way: AttentionWay, step: StepCounts, workspace_tokens: int) -> float:
         if way == "whole":

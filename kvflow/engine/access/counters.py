@@ -63,3 +63,13 @@ class Counters:
 
     def free(self, nbytes: int) -> None:
         self.workspace_nbytes -= nbytes
+
+    def totals(self) -> dict[str, float]:
+        """Bytes received and collectives made, by kind: ``access_received_nbytes.index_keys``."""
+        values = {f"access_received_nbytes.{_name(k)}": n for k, n in self.received_nbytes.items()}
+        values |= {f"access_collectives.{_name(k)}": n for k, n in self.num_collectives.items()}
+        return {name: float(n) for name, n in values.items()}
+
+
+def _name(kind: Kind) -> str:
+    return kind.replace(" ", "_")

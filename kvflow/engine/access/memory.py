@@ -1,6 +1,6 @@
 """PagedMemory: a rank's share of the KV cache in pages, and how its steps reach the others'."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attrs import define, field
 
@@ -34,6 +34,14 @@ class PagedMemory:
     @property
     def workspace_nbytes(self) -> int:
         return self.counters.workspace_peak_nbytes
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        return {"workspace_peak_nbytes": float(self.workspace_nbytes)}
+
+    @property
+    def totals(self) -> Mapping[str, float]:
+        return self.counters.totals()
 
     def open(self, requests: Sequence[StepRequest], write_only: frozenset[str]) -> PagedStep:
         """A collective when first called."""
