@@ -4,12 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-from attrs import define, field
+from attrs import define, evolve, field
 
 from kvflow.comm import Comm
+from kvflow.engine.access.counters import Counters
+from kvflow.engine.access.facts import StepFacts
+from kvflow.engine.access.options import AccessOptions
+from kvflow.engine.access.shards import ShardQueries
 from kvflow.engine.hisparse.pool import Allocate, LatentPool, zeros
-from kvflow.engine.hisparse.reads import Reads, ShardQueries, plan_reads
+from kvflow.engine.hisparse.reads import Reads, plan_reads
 from kvflow.engine.hisparse.request import RequestRows
+from kvflow.engine.hisparse.shard import HiSparseShard
 from kvflow.engine.hisparse.shared import BlockCopy, written_entries
 from kvflow.engine.hisparse.sizes import HiSparseSizes
 from kvflow.engine.hisparse.step import HiSparseStep
@@ -27,7 +32,10 @@ class HiSparseMemory:
 
     pool: LatentPool
     comm: Comm
-    _reads: dict[tuple[str, ...], Reads] = field(init=False, factory=dict)
+    options: AccessOptions = field(factory=AccessOptions)
+    access: Counters = field(init=False, factory=Counters)
+    """Of the collectives that reach other ranks' shards."""
+    _reads: dict[tuple[str, ...], list[Reads]] = field(init=False, factory=dict)
     _requests: dict[str, RequestRows] = field(init=False, factory=dict)
     _seats: list[int] = field(init=False)
     _group: dict[str, tuple[str, ...]] = field(init=False)
@@ -49,6 +57,7 @@ class HiSparseMemory:
         allocate_host: Allocate = zeros,
         allocate_device: Allocate = zeros,
         host_access: Callable[[], AbstractContextManager[object]] = nullcontext,
+        options: AccessOptions | None = None,
     ) -> "HiSparseMemory":
         """The memory of rank ``comm.rank`` for a `hisparse_layout`; `num_blocks` is by group. Every
         use of host memory by this rank's steps happens inside a `host_access`. Raises before it
@@ -56,7 +65,7 @@ class HiSparseMemory:
         pool = LatentPool(
             layout, comm.rank, num_blocks, sizes, allocate_host, allocate_device, host_access
         )
-        return cls(pool, comm)
+        return cls(pool, comm, options or AccessOptions())
 
     @property
     def layout(self) -> KVLayout:
@@ -68,7 +77,7 @@ class HiSparseMemory:
 
     @property
     def workspace_nbytes(self) -> int:
-        return 0
+        return self.access.workspace_peak_nbytes
 
     def group_of(self, component: str) -> tuple[str, ...]:
         """The latent components that share a top-k with this one."""
@@ -76,7 +85,11 @@ class HiSparseMemory:
 
     def open(self, requests: Sequence[StepRequest], write_only: frozenset[str]) -> HiSparseStep:
         """Raises `CapacityError` for a new request when all seats are taken."""
-        return HiSparseStep(self, requests, [self._seated(r) for r in requests])
+        self._settle_reads()
+        facts = StepFacts(self.layout, self.comm.rank, requests, self.comm.size)
+        shard = HiSparseShard(facts, self, [self._seated(r) for r in requests])
+        options = evolve(self.options, attention="queries")
+        return HiSparseStep(facts, shard, self.comm, options, self.access, write_only)
 
     def _seated(self, request: StepRequest) -> RequestRows:
         binding = Binding.of(self.layout, request.tables, self.pool.num_blocks, request.stop)
@@ -145,7 +158,13 @@ class HiSparseMemory:
             "device_index_nbytes": float(nbytes.index_pages),
             "device_latent_nbytes": float(nbytes.latent_pool),
             "device_latent_cap_nbytes": float(nbytes.latent_pool if cap is None else cap),
+            "workspace_peak_nbytes": float(self.workspace_nbytes),
         }
+
+    @property
+    def totals(self) -> Mapping[str, float]:
+        """Hits, misses and rows of the pool, and what came from other ranks."""
+        return {f"hisparse_{name}": n for name, n in self.counters.items()} | self.access.totals()
 
     def flush(self, request_id: str) -> None:
         """The request's host pages are complete afterwards, as of its last step. Raises
@@ -161,16 +180,26 @@ class HiSparseMemory:
             self.pool.copy_block(copy.group, copy.source, copy.target)
 
     def plan_reads(
-        self, which: ShardQueries, requests: Sequence[RequestRows], group: tuple[str, ...]
+        self,
+        which: ShardQueries,
+        requests: Sequence[RequestRows],
+        group: tuple[str, ...],
+        *,
+        alone: bool,
     ) -> Reads:
-        """Slots for the rows that queries of a step attend to. If the layers of the group do not
-        hold the same rows, because a step was broken off, all are fetched anew."""
-        last = self._reads.get(group)
-        if last is not None and not last.is_complete:
-            for held in self._requests.values():
-                held.groups[group].hot.forget(0)
-        reads = self._reads[group] = plan_reads(which, requests, group)
+        """Slots for the rows that queries of a step attend to; see `plan_reads`."""
+        reads = plan_reads(which, requests, group, alone=alone)
+        self._reads.setdefault(group, []).append(reads)
         return reads
+
+    def _settle_reads(self) -> None:
+        """If the layers of an index group do not hold the same rows, because a step was broken off,
+        all are fetched anew."""
+        for group, planned in self._reads.items():
+            if not all(reads.is_complete for reads in planned):
+                for held in self._requests.values():
+                    held.groups[group].hot.forget(0)
+        self._reads = {}
 
 
 def _add(total: dict[str, float], held: RequestRows) -> None:

@@ -12,32 +12,12 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from kvflow.engine.access.shards import ShardQueries
 from kvflow.engine.hisparse.request import GroupRows, RequestRows
 from kvflow.layouts.counts import each_of
 from kvflow.layouts.sharding import Ints
 from kvflow.models.selection import Group, group_size
 from kvflow.transfers.operators.hotfetch import Misses
-
-
-@frozen(eq=False)
-class ShardQueries:
-    """Queries, and the rows of this rank's shard that each attends to.
-
-    request: int64 ``[m]``, the index in the step of each query's request. counts: int64 ``[m]``,
-    how many rows it chose here, 0 included. local: int64 ``[sum(counts)]``, their local indices
-    in the shard, query after query, each once. topk: the most there can be."""
-
-    request: Ints
-    counts: Ints
-    local: Ints
-    topk: int
-
-    def local_of(self, queries: Ints) -> Ints:
-        """The local indices that some queries chose, query after query."""
-        begins = np.cumsum(self.counts) - self.counts
-        query, nth = each_of(self.counts[queries])
-        found: Ints = self.local[begins[queries][query] + nth]
-        return found
 
 
 @frozen(eq=False)
@@ -71,8 +51,8 @@ class Part:
 class Reads:
     """What queries of a step read, planned once for an index group. Each layer of the group reads
     the parts once, in order: its rows then lie as those of every other layer. The first layer
-    fetches for all of them, unless there are several parts, or rows that the later layers have not
-    published yet: then each layer fetches for itself."""
+    fetches for all of them, unless there are several parts or calls, or rows that the later layers
+    have not published yet: then each layer fetches for itself."""
 
     group: tuple[str, ...]
     parts: Sequence[Part]
@@ -91,13 +71,15 @@ class Reads:
     @property
     def is_complete(self) -> bool:
         """Whether all layers hold the same rows."""
-        return not self.unread or (self.together and not self.is_untouched)
+        fetched = self.together and not self.is_untouched
+        return fetched or not self.unread or not self.parts
 
 
 def plan_reads(
-    which: ShardQueries, requests: Sequence[RequestRows], group: tuple[str, ...]
+    which: ShardQueries, requests: Sequence[RequestRows], group: tuple[str, ...], *, alone: bool
 ) -> Reads:
-    """Gives every chosen row a slot; `requests` are those of the step."""
+    """Gives every chosen row a slot; `requests` are those of the step. `alone`: nothing else is
+    read for the group in this step."""
     shares = [
         list(_split(which, np.flatnonzero(which.request == i), requests[i].groups[group]))
         for i in np.unique(which.request).tolist()
@@ -106,21 +88,30 @@ def plan_reads(
     for n in range(max(map(len, shares), default=0)):
         nth = [share[n] for share in shares if n < len(share)]
         parts.append(_part(which, nth, requests, group))
-    together = len(parts) == 1 and not any(rows.groups[group].missed_new for rows in requests)
+    missed_new = any(rows.groups[group].missed_new for rows in requests)
+    together = alone and len(parts) == 1 and not missed_new
     return Reads(group, parts, together)
+
+
+def _local_of(which: ShardQueries, queries: Ints) -> Ints:
+    """The local indices that some queries chose, query after query."""
+    begins = np.cumsum(which.counts) - which.counts
+    query, nth = each_of(which.counts[queries])
+    found: Ints = which.local[begins[queries][query] + nth]
+    return found
 
 
 def _split(which: ShardQueries, queries: Ints, rows: GroupRows) -> Iterator[Ints]:
     """Consecutive queries of one request whose hot rows fit together, as many as do."""
     limit, capacity = rows.tail.first_row, rows.hot.capacity
-    local = which.local_of(queries)
+    local = _local_of(which, queries)
     if len(np.unique(local[local < limit])) <= capacity:
         yield queries
         return
     seen = np.zeros(limit, np.bool_)
     start, count = 0, 0
     for i in range(len(queries)):
-        mine = which.local_of(queries[i : i + 1])
+        mine = _local_of(which, queries[i : i + 1])
         mine = mine[mine < limit]
         fresh = int((~seen[mine]).sum())
         if count + fresh > capacity:
@@ -141,7 +132,7 @@ def _part(
     misses, slots, index, num_slots = [], [], [], 0
     for queries in shares:
         held = requests[int(which.request[queries[0]])]
-        rows, where = np.unique(which.local_of(queries), return_inverse=True)
+        rows, where = np.unique(_local_of(which, queries), return_inverse=True)
         found, missing = held.groups[group].resolve(rows)
         misses.append(held.lanes(rows[missing], found[missing]))
         slots.append(found)

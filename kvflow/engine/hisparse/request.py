@@ -51,8 +51,8 @@ class GroupRows:
 
 @frozen(eq=False)
 class Written:
-    """Where a step's new rows of one request go: which of them to slots of the pool, which to the
-    host's, as int64 indices into them and slots."""
+    """Where the new rows of one request that this rank owns go: which of them to slots of the pool,
+    which to the host's, as int64 indices into them and slots."""
 
     new: Ints
     slots: Ints
@@ -90,10 +90,10 @@ class RequestRows:
         self.pool.fetch(group, [self.lanes(*moves.load)])
         rows = np.arange(cached, total)
         kept = rows >= mine.tail.first_row
-        new = sharding.token(shard, rows) - start
         positions = sharding.token(shard, rows[~kept])
         host = self.binding.slots(LATENT, positions, self.pool.rank)
-        return Written(new[kept], mine.tail.slots(rows[kept]), new[~kept], host)
+        slots, through = mine.tail.slots(rows[kept]), np.flatnonzero(~kept)
+        return Written(np.flatnonzero(kept), slots, through, host)
 
     def flush(self) -> None:
         """The host gets all rows it has not."""

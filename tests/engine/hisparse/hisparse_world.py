@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine_world import reference_model
 
 from kvflow.comm.local import LocalComm
+from kvflow.engine.access import PagedMemory
 from kvflow.engine.hisparse import HiSparseMemory, HiSparseSizes, hisparse_layout
 from kvflow.engine.memory import StepRequest
-from kvflow.engine.runner import PagedMemory
 from kvflow.kernels.codec import encode_index_key, encode_latent
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.mesh import Placement
@@ -99,9 +99,9 @@ def pull(source, source_tables, target, target_tables, length):
 # --- the fixture model ----------------------------------------------------------------------------
 
 
-def request_of(name, start, count, tables):
-    """Positions [start, start + count), all on rank 0."""
-    queries = Placement(Replicated(start, start + count), ALONE.ranks)
+def request_of(name, start, count, tables, home=(0,)):
+    """Positions [start, start + count), all computed by the ranks of a home."""
+    queries = Placement(Replicated(start, start + count), (home,))
     return StepRequest(name, start, start + count, queries, tables)
 
 
@@ -204,27 +204,33 @@ def made_up_rows(spec, name, rng, n):
 
 def bare_step(memory, requests, topk, seed):
     """One pass over every layer with made-up rows and queries, functions of the seed; the MTP
-    layer's included. The attention of every layer, by component."""
-    spec, rng = memory.layout.spec, np.random.default_rng(seed)
+    layer's included. The attention of every layer, by component; of the queries of the memory's
+    rank where there are several."""
+    spec, rng, rank = memory.layout.spec, np.random.default_rng(seed), memory.comm.rank
     kv = memory.open(requests, frozenset())
-    segments = [Segment(i, torch.arange(r.start, r.stop), r.stop) for i, r in enumerate(requests)]
-    n, outs = sum(map(len, segments)), {}
+    local = [torch.from_numpy(r.local_positions(rank)) for r in requests]
+    places = zip(local, requests, strict=True)
+    segments = [Segment(i, at, r.stop) for i, (at, r) in enumerate(places) if len(at)]
+    n = sum(r.stop - r.start for r in requests)
+    ends = np.cumsum([r.stop - r.start for r in requests])
+    mine = torch.cat([at + int(e) - r.stop for at, r, e in zip(local, requests, ends, strict=True)])
+    mine, outs = mine.numpy(), {}
     for group in index_groups(spec):
         indexer = f"indexer.{spec[group[0]].layer_id}"
         for latent in group:
-            kv.publish(latent, made_up_rows(spec, latent, rng, n))
+            kv.publish(latent, made_up_rows(spec, latent, rng, n)[mine])
             if latent == group[0]:
-                kv.publish(indexer, made_up_rows(spec, indexer, rng, n))
-                selection = _select(kv, indexer, segments, topk, rng)
-            queries = torch.from_numpy(rng.standard_normal((n, 2, LATENT_RANK + ROPE_DIM)))
+                kv.publish(indexer, made_up_rows(spec, indexer, rng, n)[mine])
+                selection = _select(kv, indexer, segments, topk, rng, n, mine)
+            queries = torch.from_numpy(rng.standard_normal((n, 2, LATENT_RANK + ROPE_DIM)))[mine]
             outs[latent] = kv.attend(latent, queries, selection)
             kv.release(latent)
     return outs
 
 
-def _select(kv, indexer, segments, topk, rng):
-    n = sum(map(len, segments))
-    queries, weights = rng.standard_normal((n, 4, INDEX_DIM)), rng.standard_normal((n, 4))
+def _select(kv, indexer, segments, topk, rng, n, mine):
+    queries = rng.standard_normal((n, 4, INDEX_DIM))[mine]
+    weights = rng.standard_normal((n, 4))[mine]
     if kv.max_context_len <= topk:
         chosen = [first_positions(s.positions, min(topk, s.context_len)) for s in segments]
     else:

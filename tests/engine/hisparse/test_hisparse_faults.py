@@ -193,7 +193,7 @@ def test_fault_f04_each_layer_reads_its_own_rows_in_both_pools():
     kv = memory.open([request_of("a", 0, 8, Blocks(memory).take(8))], frozenset())
     for layer in range(4):
         kv.publish(f"latent.{layer}", torch.full((8, nbytes), 10 + layer, dtype=torch.uint8))
-    held = kv.rows[0]
+    held = kv.shard.rows[0]
     (group,) = index_groups(spec)
     found, missing = held.groups[group].resolve(np.arange(2, 8))
     assert missing.tolist() == [True, True, False, False, False, False]
