@@ -1,5 +1,7 @@
 """Which component a forward pass reads after which."""
 
+from itertools import pairwise
+
 from attrs import define, field
 
 from kvflow.layouts.spec import KVCacheSpec
@@ -10,14 +12,13 @@ class LayerOrder:
     """The latent components of each part of a model, layer after layer, and their indexers."""
 
     spec: KVCacheSpec
-    _next: dict[str, str | None] = field(init=False, factory=dict)
+    _next: dict[str, str] = field(init=False, factory=dict)
     _indexer: dict[str, str] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         for part in ("main", "mtp"):
             latent = [c for c in self.spec.components if (c.kind, c.part) == ("latent", part)]
-            for c, follower in zip(latent, [*latent[1:], None], strict=True):
-                self._next[c.name] = follower.name if follower else None
+            self._next |= {a.name: b.name for a, b in pairwise(latent)}
         by_layer = {c.layer_id: c.name for c in self.spec.components if c.kind == "indexer"}
         for c in self.spec.components:
             if c.kind == "latent" and c.layer_id in by_layer:

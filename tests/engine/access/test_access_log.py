@@ -5,6 +5,8 @@ from access_world import Chunk, World
 from raw_world import LAYERS, SPEC, Part, Raw
 
 from kvflow.engine.access import AccessOptions
+from kvflow.engine.access.order import LayerOrder
+from kvflow.layouts.spec import GLM_5_3, KVCacheSpec
 
 STEPS = ((Part(0, 0, 30), Part(1, 0, 11)), (Part(0, 30, 40), Part(1, 11, 12)))
 
@@ -53,6 +55,20 @@ def test_rows_of_followers_are_fetched_while_their_leader_computes():
             assert one.issued >= at["attend", f"latent.{layer}"]
         else:
             assert one.issued < at["attended", f"latent.{layer - 1}"]
+
+
+def test_which_layer_follows_which():
+    """Also of a model without MTP layers, and of one without layers."""
+    order = LayerOrder(KVCacheSpec.from_config(dict(GLM_5_3, num_nextn_predict_layers=0)))
+    assert order.after("latent.77") is None
+    assert order.indexer("latent.74") == "indexer.74"
+    assert (order.sharing("latent.74"), order.sharing("latent.77")) == ("latent.75", None)
+    assert order.sharing("latent.73") is None
+    assert order.layers_per_choice == 78 / 21
+    order = LayerOrder(SPEC)
+    assert order.after("latent.4") is None
+    assert order.after("latent.5") is None
+    assert LayerOrder(KVCacheSpec(())).layers_per_choice == 0
 
 
 def test_without_overlap_nothing_is_fetched_early():
