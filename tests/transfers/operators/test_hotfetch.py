@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Paged, Pool
 from kvflow.layouts.sharding import Replicated, RoundRobin, Sharding
 from kvflow.layouts.spec import GLM_5_3, KVCacheSpec
-from kvflow.testing import LawError, check_fetch
+from kvflow.testing import LawError, cells, check_fetch
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.operators import (
     DeviceSlots,
@@ -71,6 +72,56 @@ def rounds(draw: st.DrawFn):
 @given(case=rounds())
 def test_hot_fetch_keeps_the_law(case) -> None:
     check_fetch(*case)
+
+
+@settings(max_examples=20)
+@given(case=rounds())
+def test_mirror_is_the_way_back(case) -> None:
+    """What a fetch brought goes into an empty host pool: the rows named, and no other byte."""
+    stage, calls, num_host, num_hot = case
+    for rank in stage.source.ranks:
+        filled = RankCache.allocate(stage.source, rank, num_host)
+        for i, view in enumerate(filled.pages.values()):
+            noise = np.random.default_rng([rank, i]).integers(0, 256, len(view.memory), np.uint8)
+            view.memory.copy_(torch.from_numpy(noise))
+        hot = RankCache.allocate(stage.target, rank, num_hot)
+        for misses in calls:
+            once = [_each_once(miss) for miss in misses]
+            empty = RankCache.allocate(stage.source, rank, num_host, 0x77)
+            wanted = {name: view.memory.clone() for name, view in empty.pages.items()}
+            fetched = stage.execute(once, filled, hot)
+            for name, at in _bytes_named(stage, once, rank):
+                wanted[name][at] = filled.pages[name].memory[at]
+            assert stage.mirror(once, empty, hot) == fetched
+            for name, view in empty.pages.items():
+                assert torch.equal(view.memory, wanted[name]), name
+
+
+def _each_once(miss: Misses) -> Misses:
+    _, first = np.unique(miss.positions, return_index=True)
+    return Misses(miss.request, miss.positions[first], DeviceSlots(miss.slots.ids[first]))
+
+
+def _bytes_named(stage: HotFetch, misses: list[Misses], rank: int):
+    """(component, bytes of the host pool) of every cell of a named position, by the oracle."""
+    for miss in misses:
+        for position in miss.positions[miss.positions >= 0].tolist():
+            tokens = (position, position + 1)
+            for cell in cells(stage.source, miss.request, tokens, stage.components):
+                if cell.rank == rank:
+                    nbytes = stage.source.spec[cell.component].record.page_nbytes(
+                        stage.source.group_of(cell.component).paging.block_size
+                    )
+                    yield cell.component, [cell.block_id * nbytes + i for i in cell.at]
+
+
+def test_two_rows_for_one_place_on_the_host_are_refused() -> None:
+    stage = pools()
+    host, hot = caches(stage)
+    both = Misses(request(stage, [3], 4), [2, 2], DeviceSlots([0, 1]))
+    with pytest.raises(LayoutError, match="host slot 14 is named by two lanes"):
+        stage.mirror([both], host, hot)
+    assert all(bool((view.memory == 1).all()) for view in host.pages.values())
 
 
 def test_fault_f08_lanes_without_a_position_are_left_alone() -> None:
