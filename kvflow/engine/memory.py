@@ -1,6 +1,6 @@
 """KVMemory: who keeps the KV cache of one rank over all steps, and opens it for each step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 from zlib import crc32
 
@@ -50,6 +50,16 @@ class KVMemory(Protocol):
     @property
     def workspace_nbytes(self) -> int:
         """The largest workspace any step has held, in bytes."""
+        ...
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is held now, by name."""
+        ...
+
+    @property
+    def totals(self) -> Mapping[str, float]:
+        """What only ever grows, by name."""
         ...
 
     def open(self, requests: Sequence[StepRequest], write_only: frozenset[str]) -> KVStep:

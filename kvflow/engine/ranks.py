@@ -42,7 +42,7 @@ def serve_prefill(
                     port = UnitPort.attach(memory.layout, memory.cache, num_blocks, message)
                 case RunStep():
                     mailbox.send(_run_step(runner, rows, port, message))
-                    mailbox.send(Gauges({"workspace_nbytes": float(memory.workspace_nbytes)}))
+                    mailbox.send(Gauges(dict(memory.gauges), dict(memory.totals)))
                 case _:
                     raise KvflowError(
                         f"a prefill rank runs steps, it got a {type(message).__name__}"

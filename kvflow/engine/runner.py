@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 from attrs import define, field, frozen
 from torch import Tensor
 
-from kvflow.comm import Comm
+from kvflow.comm import Comm, LocalComm
 from kvflow.engine.access import PagedMemory
 from kvflow.engine.memory import Deal, KVMemory, StepRequest, balanced_deal
 from kvflow.engine.messages import StepItem
@@ -38,18 +39,20 @@ class StepPlan:
 @define(eq=False)
 class StepRunner:
     """Runs steps of a model over one rank's cache. `deal` says which rank computes which queries;
-    everything is derived from the items, which all ranks hold alike."""
+    everything is derived from the items, which all ranks hold alike. `tp` joins the ranks that
+    compute the same tokens for other heads."""
 
     model: Glm
     memory: KVMemory
     comm: Comm
     deal: Deal
+    tp: Comm = field(factory=LocalComm)
     counters: SpecCounters = field(init=False, factory=SpecCounters)
     _kept: KeptStates = field(init=False, factory=KeptStates)
     drafter: Drafter = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.drafter = Drafter(self.model, self.memory, self.comm)
+        self.drafter = Drafter(self.model, self.memory, self.comm, self.tp)
 
     @classmethod
     def over(cls, model: Glm, layout: KVLayout, cache: RankCache, comm: Comm) -> "StepRunner":
@@ -96,19 +99,22 @@ class StepRunner:
         return self.model.mtp is not None and self._kept.can_draft(item, home)
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Drafts, computes, chooses tokens and stores KV; waits for none of it."""
+        """Drafts, computes, chooses tokens and stores KV; waits for none of it. Raises
+        `ConfigError` for given tokens outside the vocabulary."""
         rows = StepRows.of(plan.items, plan.requests, self.comm.rank)
+        self.model.check_tokens(np.append(rows.given, rows.following))
         draws = Draws.of([(r.sampling, r.position + 1) for r in rows.sampled])
         tokens = rows.tokens(self.drafter.draft(plan.items, plan.homes, self._kept))
         mtp = frozenset(self.memory.layout.spec.select(part="mtp"))
         kv = self.memory.open(plan.requests, mtp)
-        hidden = self.model.forward(tokens, rows.segments, kv, self.comm)
+        hidden = self.model.forward(tokens, rows.segments, kv, self.comm, self.tp)
         place = rows.sampled_rows
         ends = hidden.index_select(0, place)
         logits = self.model.logits(ends)
         chosen = choose(logits, draws)
         if mtp:
-            self.model.write_mtp(rows.followers(chosen), hidden, rows.segments, kv)
+            followers = rows.followers(chosen.clamp(max=logits.shape[1] - 1))
+            self.model.write_mtp(followers, hidden, rows.segments, kv)
         self._keep(plan, rows, ends)
         own = tokens.index_select(0, place)
         return PendingStep.of(plan.items, rows.sampled, own, chosen, logits)

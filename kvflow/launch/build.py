@@ -1,19 +1,22 @@
 """A rank's parts: model, cache, runner, and what it serves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from kvflow.comm import Comm
+from kvflow.comm import Comm, LocalComm
+from kvflow.comm.subgroup import SubComm
+from kvflow.engine.access import PagedMemory
 from kvflow.engine.decode import DecodeEngine
 from kvflow.engine.decode.turns import follow
 from kvflow.engine.decode.worker import DecodeWorker
+from kvflow.engine.hisparse import HiSparseMemory, HiSparseSizes
 from kvflow.engine.mailbox import Mailbox
-from kvflow.engine.memory import by_request_deal
-from kvflow.engine.pagedstep import PagedMemory
+from kvflow.engine.memory import KVMemory, balanced_deal, by_request_deal
 from kvflow.engine.ranks import serve_prefill
 from kvflow.engine.runner import StepRunner
 from kvflow.launch.config import LaunchConfig
+from kvflow.layouts.layout import KVLayout
 from kvflow.models.glm import Glm
 from kvflow.transfers.executors.base import Endpoint, RankCache
 
@@ -24,12 +27,14 @@ def prefill_rank(
     config: LaunchConfig, comm: Comm, mailbox: Mailbox, make_endpoint: MakeEndpoint
 ) -> tuple[Callable[[], None], Endpoint]:
     """What prefill rank ``comm.rank`` runs, and the endpoint to close afterwards."""
-    model = _model(config, comm.rank, comm.size)
+    tp = _siblings(comm, config.prefill_homes)
+    model = _model(config, comm, tp)
     layout = config.prefill_layout(model.spec)
     num_blocks = layout.num_blocks_for(config.prefill_kv_tokens)
     cache = RankCache.allocate(layout, comm.rank, num_blocks)
     endpoint = make_endpoint(cache)
-    runner = StepRunner.over(model, layout, cache, comm)
+    memory = PagedMemory(layout, cache, comm, config.access)
+    runner = StepRunner(model, memory, comm, balanced_deal(config.prefill_homes), tp)
     return lambda: serve_prefill(runner, num_blocks, endpoint, mailbox), endpoint
 
 
@@ -37,13 +42,13 @@ def decode_rank(
     config: LaunchConfig, comm: Comm, mailbox: Mailbox, make_endpoint: MakeEndpoint
 ) -> tuple[Callable[[], None], Endpoint]:
     """What rank ``comm.rank`` of a decode group runs, and the endpoint to close afterwards."""
-    model = _model(config, comm.rank, comm.size)
+    tp = _siblings(comm, config.decode_homes)
+    model = _model(config, comm, tp)
     layout = config.decode_layout(model.spec)
     num_blocks = layout.num_blocks_for(config.decode_kv_tokens)
-    cache = RankCache.allocate(layout, comm.rank, num_blocks)
-    endpoint = make_endpoint(cache)
-    homes = by_request_deal([(rank,) for rank in range(comm.size)])
-    runner = StepRunner(model, PagedMemory(layout, cache, comm), comm, homes)
+    memory = _decode_memory(config, model, layout, num_blocks, comm)
+    endpoint = make_endpoint(memory.cache)
+    runner = StepRunner(model, memory, comm, by_request_deal(config.decode_homes), tp)
     worker = DecodeWorker(runner, num_blocks, endpoint, verify_transfers=config.verify_transfers)
     if comm.rank:
         return lambda: follow(worker, comm), endpoint
@@ -54,10 +59,40 @@ def decode_rank(
         comm,
         max_batch=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        num_drafts=config.num_drafts if model.mtp is not None else 0,
     )
     return engine.serve, endpoint
 
 
-def _model(config: LaunchConfig, rank: int, size: int) -> Glm:
+def _decode_memory(
+    config: LaunchConfig, model: Glm, layout: KVLayout, num_blocks: Mapping[str, int], comm: Comm
+) -> KVMemory:
+    if not config.hisparse:
+        cache = RankCache.allocate(layout, comm.rank, num_blocks)
+        return PagedMemory(layout, cache, comm, config.decode_access)
+    sizes = HiSparseSizes.for_drafts(
+        model.config.index_topk,
+        config.max_num_seqs,
+        config.num_drafts,
+        device_nbytes=config.hisparse_device_nbytes,
+    )
+    return HiSparseMemory.allocate(layout, comm, num_blocks, sizes, options=config.decode_access)
+
+
+def _siblings(comm: Comm, homes: Sequence[tuple[int, ...]]) -> Comm:
+    """The ranks that compute the same tokens as this one, for other heads."""
+    mine = next(home for home in homes if comm.rank in home)
+    return SubComm(comm, mine) if len(mine) > 1 else LocalComm()
+
+
+def _model(config: LaunchConfig, comm: Comm, tp: Comm) -> Glm:
     dtype = {"float32": torch.float32, "float64": torch.float64}[config.dtype]
-    return Glm.load(config.model, kv_dtype=config.kv_dtype, dtype=dtype, rank=rank, size=size)
+    return Glm.load(
+        config.model,
+        kv_dtype=config.kv_dtype,
+        dtype=dtype,
+        rank=comm.rank,
+        size=comm.size,
+        tp_rank=tp.rank,
+        tp_size=tp.size,
+    )

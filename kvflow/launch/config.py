@@ -7,7 +7,9 @@ from typing import Any, Literal, get_args
 from attrs import field, frozen
 from attrs.converters import optional
 
+from kvflow.engine.access import AccessOptions
 from kvflow.engine.deployment import Deployment
+from kvflow.engine.hisparse import hisparse_layout
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.tiers.unitfile import FileMover
@@ -18,7 +20,7 @@ from kvflow.layouts.paging import Paged
 from kvflow.layouts.record import KVDType
 from kvflow.layouts.sharding import RoundRobin
 from kvflow.layouts.spec import KVCacheSpec
-from kvflow.layouts.values import integer, positive
+from kvflow.layouts.values import integer, not_negative, positive
 from kvflow.transfers.cost import Costs
 
 Transport = Literal["nixl", "in-process"]
@@ -30,7 +32,9 @@ class LaunchConfig:
     """Sizes are in tokens. ``pcp`` x ``tp`` prefill ranks; ``dcp`` shards their cache over the same
     ranks and divides their number. ``decode_ranks`` data-parallel decode groups; in each,
     ``decode_tp`` ranks share the heads and ``decode_dcp`` the cache: the larger is the number of
-    ranks of a group, and a multiple of the smaller."""
+    ranks of a group, and a multiple of the smaller. ``num_drafts`` tokens a decode step tries. With
+    ``hisparse`` latent KV of decode lies on the host, and its hot part on the device in at most
+    ``hisparse_device_nbytes``."""
 
     model: Path = field(converter=Path)
     pcp: int = field(default=1, converter=integer, validator=positive)
@@ -48,6 +52,9 @@ class LaunchConfig:
     max_model_len: int = field(default=8192, converter=integer, validator=positive)
     max_num_batched_tokens: int = field(default=2048, converter=integer, validator=positive)
     max_num_seqs: int = field(default=64, converter=integer, validator=positive)
+    num_drafts: int = field(default=0, converter=integer, validator=not_negative)
+    hisparse: bool = False
+    hisparse_device_nbytes: int | None = field(default=None, converter=optional(integer))
     prefill_kv_tokens: int = field(default=32768, converter=integer, validator=positive)
     decode_kv_tokens: int = field(default=32768, converter=integer, validator=positive)
     transport: Transport = "nixl"
@@ -55,6 +62,8 @@ class LaunchConfig:
     transfer_costs: Path | None = field(default=None, converter=optional(Path))
     served_model_name: str = ""
     prefix: PrefixConfig = field(factory=PrefixConfig)
+    access: AccessOptions = field(factory=AccessOptions)
+    decode_access: AccessOptions = field(factory=AccessOptions)
 
     def __attrs_post_init__(self) -> None:
         for name, choices in (
@@ -104,6 +113,16 @@ class LaunchConfig:
         over = ("home", "tp")
         return Mesh((Axis("home", home), Axis("tp", self.decode_tp), Axis("dcp", dcp, over=over)))
 
+    @property
+    def prefill_homes(self) -> tuple[tuple[int, ...], ...]:
+        """The prefill ranks that compute the same tokens, of different heads."""
+        return self.prefill_mesh.ranks_by_shard("pcp")
+
+    @property
+    def decode_homes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of a decode group that compute the same requests, of different heads."""
+        return self.decode_mesh.ranks_by_shard("home")
+
     def prefill_layout(self, spec: KVCacheSpec) -> KVLayout:
         """Round-robin over the DCP axis; ranks with one DCP coordinate are replicas."""
         deal = RoundRobin(self.dcp, self.interleave)
@@ -114,6 +133,8 @@ class LaunchConfig:
         """Every token of a group's requests on one of its ranks; on each without DCP."""
         deal = RoundRobin(self.decode_dcp, self.decode_interleave)
         placement = self.decode_mesh.place(deal, "dcp")
+        if self.hisparse:
+            return hisparse_layout(spec, placement, self.decode_block)
         return KVLayout.uniform(spec, placement, Paged(self.decode_block))
 
     @property

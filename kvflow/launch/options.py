@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import fields, frozen
 
+from kvflow.engine.access import AccessOptions
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.launch.config import LaunchConfig
 
@@ -28,6 +29,7 @@ def parse_options(argv: Sequence[str], *, default_model: Path) -> ServeOptions:
     host, port, demo = args.pop("host"), args.pop("port"), args.pop("demo")
     args.pop("enable_expert_parallel")
     args["prefix"] = _prefix(args)
+    args["access"] = args["decode_access"] = _access(args)
     return ServeOptions(LaunchConfig(**args), host, port, demo)
 
 
@@ -45,9 +47,11 @@ def _parser(default_model: Path) -> argparse.ArgumentParser:
     )
     parser.add_argument("--served-model-name", default="", help="default: the directory's name")
     _add_ranks(parser)
+    _add_decode(parser)
     _add_formats(parser)
     _add_limits(parser)
     _add_prefix(parser)
+    _add_access(parser)
     parser.add_argument(
         "--verify-transfers",
         action="store_true",
@@ -64,6 +68,7 @@ def _parser(default_model: Path) -> argparse.ArgumentParser:
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     _number(parser, "pcp", "--prefill-context-parallel-size", "--pcp", about="prefill ranks")
+    _number(parser, "tp", "--tensor-parallel-size", "--tp", about="ranks that share the heads")
     _number(parser, "dcp", "--decode-context-parallel-size", "--dcp", about="KV shards over them")
     _number(
         parser,
@@ -78,12 +83,38 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="accepted for familiarity: experts are always split over the prefill ranks",
     )
-    _number(parser, "decode_ranks", "--decode-ranks", "--data-parallel-size", about="decode ranks")
     parser.add_argument(
         "--transport",
         default=_DEFAULT["transport"],
         choices=("nixl", "in-process"),
         help="nixl: a process a rank; in-process: a thread a rank, for machines without NIXL",
+    )
+
+
+def _add_decode(parser: argparse.ArgumentParser) -> None:
+    _number(parser, "decode_ranks", "--decode-ranks", "--data-parallel-size", about="decode groups")
+    _number(parser, "decode_tp", "--decode-tp", about="ranks of a group that share the heads")
+    _number(parser, "decode_dcp", "--decode-dcp", about="ranks of a group that share the cache")
+    _number(
+        parser,
+        "decode_interleave",
+        "--decode-interleave",
+        about="consecutive tokens that one rank of a group stores",
+    )
+    _number(
+        parser,
+        "num_drafts",
+        "--num-speculative-tokens",
+        "--num-drafts",
+        about="tokens that the MTP layer drafts a step",
+    )
+    parser.add_argument(
+        "--hisparse",
+        action="store_true",
+        help="decode with latent KV on the host and its hot rows on the device",
+    )
+    parser.add_argument(
+        "--hisparse-device-nbytes", type=int, help="most bytes of latent rows on the device"
     )
 
 
@@ -135,6 +166,44 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-tier-directory", type=Path, help="where the disk tier's files lie")
     parser.add_argument(
         "--disk-tier-gib", type=float, default=0.0, help="most bytes of these files, in GiB"
+    )
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    options = AccessOptions()
+    parser.add_argument(
+        "--context-attention",
+        choices=("auto", "whole", "union", "queries"),
+        default=options.attention,
+        help="what moves where KV is sharded: whole contexts, chosen rows, or queries",
+    )
+    parser.add_argument(
+        "--context-index",
+        choices=("auto", "keys", "queries"),
+        default=options.index,
+        help="what moves for the indexer: keys or queries",
+    )
+    parser.add_argument(
+        "--workspace-tokens",
+        type=int,
+        default=options.workspace_tokens,
+        help="rows of other ranks held at once; longer contexts are processed in parts",
+    )
+    parser.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=options.overlap,
+        help="fetch the next layer's rows while this one is computed",
+    )
+
+
+def _access(args: dict[str, Any]) -> AccessOptions:
+    """Takes the flags of context access out of the others."""
+    return AccessOptions(
+        args.pop("context_attention"),
+        args.pop("context_index"),
+        args.pop("workspace_tokens"),
+        args.pop("overlap"),
     )
 
 

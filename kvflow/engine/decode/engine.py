@@ -14,7 +14,7 @@ from kvflow.comm import Comm
 from kvflow.comm.local import LocalComm
 from kvflow.engine.blocks import BlockPool
 from kvflow.engine.decode.batch import form_batch
-from kvflow.engine.decode.reports import joined_report, load_of, pool_gauges
+from kvflow.engine.decode.reports import by_rank, joined_report, load_of, pool_gauges
 from kvflow.engine.decode.requests import Decoding, Phase
 from kvflow.engine.decode.turns import Crew, Turn, TurnDone
 from kvflow.engine.decode.worker import DecodeWorker, Pull
@@ -56,7 +56,8 @@ class DecodeEngine:
     _requests: list[Decoding] = field(init=False, factory=list)
     _crew: Crew = field(init=False)
     _forget: list[str] = field(init=False, factory=list)
-    _rank_counters: dict[str, float] = field(init=False, factory=dict)
+    _group_gauges: dict[str, float] = field(init=False, factory=dict)
+    _group_totals: dict[str, float] = field(init=False, factory=dict)
     _num_admitted: int = field(init=False, default=0)
     _stopping: bool = field(init=False, default=False)
 
@@ -98,8 +99,8 @@ class DecodeEngine:
         self._settle_transfers(answers)
         if items:
             self._settle_step(batch, answers)
-        for i, answer in enumerate(answers):
-            self._rank_counters |= {f"{k}.{i}": v for k, v in answer.counters.items()}
+        self._group_gauges = by_rank([answer.gauges for answer in answers])
+        self._group_totals = by_rank([answer.totals for answer in answers])
         if items or self._state() != before:
             self._report()
 
@@ -307,5 +308,5 @@ class DecodeEngine:
                 return
 
     def _report(self) -> None:
-        gauges = {**load_of(self._requests), **pool_gauges(self.pools)}
-        self.mailbox.send(Gauges(gauges, self.counters | self._rank_counters))
+        gauges = load_of(self._requests) | pool_gauges(self.pools) | self._group_gauges
+        self.mailbox.send(Gauges(gauges, self.counters | self._group_totals))

@@ -34,3 +34,11 @@ def pool_gauges(pools: Mapping[str, BlockPool]) -> dict[str, float]:
         gauges[f"used_blocks.{name}"] = float(pool.count("used"))
         gauges[f"quarantined_blocks.{name}"] = float(pool.count("quarantined"))
     return gauges
+
+
+def by_rank(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Numbers of a group's ranks under one roof: those of one rank as they are, of several as
+    ``rank1.name``."""
+    if len(numbers) == 1:
+        return dict(numbers[0])
+    return {f"rank{i}.{k}": v for i, values in enumerate(numbers) for k, v in values.items()}

@@ -39,13 +39,14 @@ class PullEnded(Struct, frozen=True):
 
 class TurnDone(Struct, frozen=True):
     """From every rank: transfers that ended, whether nothing of failed ones can still arrive, the
-    tokens it sampled by request, the seconds its step took, and counters of its memory."""
+    tokens it sampled by request, the seconds its step took, and its gauges and totals."""
 
     ended: list[PullEnded]
     quiesced: bool
     sampled: dict[str, list[Sampled]]
     seconds: float
-    counters: dict[str, float]
+    gauges: dict[str, float]
+    totals: dict[str, float]
 
 
 _TURN = msgspec.msgpack.Decoder(Turn)
@@ -82,12 +83,13 @@ def perform(worker: DecodeWorker, turn: Turn) -> TurnDone:
     for connect in turn.connect:
         worker.connect(connect)
     for request_id in turn.forget:
-        worker.runner.memory.forget(request_id)
+        worker.runner.forget(request_id)
     for pull in turn.pulls:
         worker.begin(pull)
     sampled, seconds = worker.step(turn.items) if turn.items else ({}, 0.0)
     ended = [PullEnded(*one) for one in worker.ended()]
-    return TurnDone(ended, worker.endpoint.quiesced(), sampled, seconds, worker.counters())
+    quiesced = worker.endpoint.quiesced()
+    return TurnDone(ended, quiesced, sampled, seconds, worker.gauges, worker.totals)
 
 
 def _answers(comm: Comm, done: TurnDone) -> list[TurnDone]:

@@ -113,9 +113,13 @@ class DecodeWorker:
         sampled = self.runner.run(items)
         return sampled, time.perf_counter() - began
 
-    def counters(self) -> dict[str, float]:
-        """What this rank's memory and runner have to report."""
-        return {"workspace_nbytes": float(self.runner.memory.workspace_nbytes)}
+    @property
+    def gauges(self) -> dict[str, float]:
+        return dict(self.runner.memory.gauges)
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return {**self.runner.memory.totals, **self.runner.counters.values()}
 
     def close(self) -> None:
         self._puller.shutdown(wait=True)

@@ -27,6 +27,7 @@ class Drafter:
     model: Glm
     memory: KVMemory
     comm: Comm
+    tp: Comm
 
     def draft(
         self, items: Sequence[StepItem], homes: Sequence[Home], kept: KeptStates
@@ -76,7 +77,9 @@ class Drafter:
         if number and config.index_share_for_mtp_iteration:
             shared = later_selection(first, segments, number, config.index_topk)
         kv = self.memory.open(requests, frozenset())
-        hidden, selection = self.model.mtp_forward(tokens, hidden, segments, kv, self.comm, shared)
+        hidden, selection = self.model.mtp_forward(
+            tokens, hidden, segments, kv, self.comm, shared, self.tp
+        )
         return self.model.logits(hidden).argmax(1), hidden, selection
 
     def _no_rows(self) -> Tensor:

@@ -8,9 +8,9 @@ from attrs import define, field
 from engine_world import differing_cells, one_rank_tokens, reference_model
 
 from kvflow.comm.local import LocalComm
+from kvflow.engine.access import PagedMemory
 from kvflow.engine.api import Request
 from kvflow.engine.messages import StepItem
-from kvflow.engine.pagedstep import PagedMemory
 from kvflow.engine.runner import StepRunner
 from kvflow.engine.spec.draft import Drafter
 from kvflow.layouts.layout import Binding, KVLayout
@@ -20,8 +20,8 @@ from kvflow.layouts.sharding import Replicated
 from kvflow.transfers.executors.base import RankCache
 
 VOCAB = 320
-Script = Callable[[str, int], int]
-"""The draft for a position of a request."""
+Script = Callable[[str, int, int], int]
+"""The draft for a position of a request, the step's first one being at place 0."""
 
 
 class ScriptedDrafter(Drafter):
@@ -33,15 +33,16 @@ class ScriptedDrafter(Drafter):
         drafts = super().draft(items, homes, kept)
         for i, tokens in drafts.items():
             assert tokens.shape == (items[i].num_drafts,)
-            at = range(items[i].stop, items[i].stop + items[i].num_drafts)
-            drafts[i] = torch.tensor([self.script(items[i].request_id, p) for p in at])
+            name, stop = items[i].request_id, items[i].stop
+            said = [self.script(name, stop + place, place) for place in range(len(tokens))]
+            drafts[i] = torch.tensor(said)
         return drafts
 
 
 def scripted(runner, script):
     """The runner, with drafts by `script`."""
     if script is not None:
-        runner.drafter = ScriptedDrafter(runner.model, runner.memory, runner.comm)
+        runner.drafter = ScriptedDrafter(runner.model, runner.memory, runner.comm, runner.tp)
         runner.drafter.script = script
     return runner
 
@@ -63,10 +64,10 @@ def scripts(requests, kv_dtype):
         r.request_id: list(r.prompt) + one_rank_tokens(r, kv_dtype) + [0] * 8 for r in requests
     }
     return {
-        "right": lambda name, p: truth[name][p],
-        "wrong": lambda name, p: (truth[name][p] + 1) % VOCAB,
-        "mixed": lambda name, p: (truth[name][p] + (p % 3 == 1)) % VOCAB,
-        "random": lambda name, p: (p * 2654435761 + len(name)) % VOCAB,
+        "right": lambda name, p, place: truth[name][p],
+        "wrong": lambda name, p, place: (truth[name][p] + 1) % VOCAB,
+        "mixed": lambda name, p, place: (truth[name][p] + (p % 3 == 1)) % VOCAB,
+        "random": lambda name, p, place: (p * 2654435761 + len(name)) % VOCAB,
         "model": None,
     }
 
