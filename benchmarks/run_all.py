@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SCRIPTS = ("planning.py", "copies.py", "gather_bytes.py", "transfer.py")
+SCRIPTS = ("planning.py", "copies.py", "gather_bytes.py", "context_gather.py", "transfer.py")
 
 
 def main() -> int:
