@@ -40,6 +40,8 @@ class RequestKV:
     holding: Holding = "used"
     begun: bool = False
     num_reused: dict[str, int] = field(factory=dict)
+    is_short: bool = False
+    """The last known row was made with another token behind it: it is computed anew."""
 
     @property
     def tables(self) -> Tables:
@@ -62,6 +64,7 @@ class PrefillKV:
     tiers: Tiers | None = None
     cache: PrefixCache = field(init=False)
     num_reused: "Counter[str]" = field(init=False, factory=Counter)
+    num_short_hits: int = field(init=False, default=0)
     num_refused_loads: int = field(init=False, default=0)
     _hasher: PrefixHasher = field(init=False)
 
@@ -103,12 +106,14 @@ class PrefillKV:
         if lease.length < match.length:
             load = None  # it would leave a gap
         kv.lease, kv.sources, kv.load = lease, lease.sources, load
-        kv.num_reused = {"device": lease.length}
+        kv.trail, kv.num_reused = Trail.behind(lease.nodes), {"device": lease.length}
+        kv.is_short = match.is_short and lease.length == match.length
         if self.tiers is None:
             return lease.length
         if load is not None:
             self.tiers.host.pin(load.units)
             kv.num_reused |= _by_tier(load, kv.chain.block_size, kv.from_disk)
+            kv.is_short = load.stop - load.start < len(load.units) * kv.chain.block_size
         self._end_fetch(kv)
         return load.stop if load is not None else lease.length
 
@@ -154,6 +159,7 @@ class PrefillKV:
     def count(self, kv: RequestKV) -> None:
         """Its reuse is told to whoever asked."""
         self.num_reused.update(kv.num_reused)
+        self.num_short_hits += kv.is_short
 
     def free(self, kv: RequestKV) -> None:
         """Gives everything back; no step with the request runs. It may begin again."""
@@ -161,7 +167,7 @@ class PrefillKV:
         self._end_fetch(kv)
         self.cache.free(kv.tables, kv.holding)
         kv.lease, kv.trail, kv.holding, kv.begun = Lease({}), Trail(), "used", False
-        kv.num_reused = {}
+        kv.num_reused, kv.is_short = {}, False
 
     def _end_reads(self, kv: RequestKV) -> None:
         self.cache.free(kv.sources)

@@ -39,6 +39,11 @@ def prefill_metrics(engine: PrefillEngine) -> list[Metric]:
             _by("tier", kv.num_reused.items()),
         ),
         _total(
+            "kvflow_prefix_short_hits",
+            "Hits whose last row was made with another token and is computed anew.",
+            [Sample(float(kv.num_short_hits))],
+        ),
+        _total(
             "kvflow_prefix_events",
             "What became of blocks (device) and units (host, disk).",
             _by_two("tier", "event", events),

@@ -1,6 +1,6 @@
 """PrefixCache: the device pools of a prefill engine, and the index of what lies in them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from attrs import define, field, frozen
@@ -21,12 +21,13 @@ Tables = dict[str, list[int]]
 class Lease:
     """The blocks of one request. Its first `length` positions lie in the pools already: in entries
     that are shared, and in rows that `copy` brings into entries of its own. `sources` are held for
-    that copy alone."""
+    that copy alone. `nodes` are those of the match whose entries are all shared."""
 
     tables: Tables
     length: int = 0
     copy: BlockCopy | None = None
     sources: Tables = field(factory=dict)
+    nodes: Sequence[Node] = ()
 
 
 @define(eq=False)
@@ -37,6 +38,11 @@ class Trail:
     node: Node | None = None
     num_blocks: int = 0
     ended: bool = False
+
+    @classmethod
+    def behind(cls, nodes: Sequence[Node]) -> "Trail":
+        """Behind nodes whose blocks the request shares."""
+        return cls(nodes[-1], len(nodes)) if nodes else cls()
 
 
 @define(eq=False)
@@ -82,9 +88,8 @@ class PrefixCache:
             self.free(held)
             return None
         tables = {name: [*shared[name], *self.pools[name].allocate(n)] for name, n in need.items()}
-        if not spans:
-            return Lease(tables, reused)
-        return Lease(tables, reused, BlockCopy(spans, held), sources)
+        copy = BlockCopy(spans, held) if spans else None
+        return Lease(tables, reused, copy, sources, _shared(match, shared))
 
     def _closed(self, length: int) -> int:
         """The most positions, at most `length`, whose entries have slots for no other."""
@@ -155,3 +160,14 @@ class PrefixCache:
                     f"cached of {pool.num_blocks} blocks"
                 )
         self.index.audit()
+
+
+def _shared(match: Match, shared: Tables) -> Sequence[Node]:
+    """The first nodes of a match, as far as whole entries hold them."""
+    n = match.num_exact
+    while n and any(
+        named.first + len(named.ids) > len(shared[group])
+        for group, named in match.nodes[n - 1].named.items()
+    ):
+        n -= 1
+    return match.nodes[:n]

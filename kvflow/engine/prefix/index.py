@@ -26,11 +26,12 @@ class Named(NamedTuple):
 @define(eq=False)
 class Node:
     """One block of a chain. `following`: the token that its last row was made with, None where
-    rows do not depend on it. `tokens` are kept to prove a hit."""
+    rows do not depend on it. `tokens` and `label`, which hashes do not decide, prove a hit."""
 
     hash: bytes
     following: int | None
     tokens: bytes
+    label: bytes
     parent: "Node | None"
     named: Mapping[str, Named]
     children: "set[Node]" = field(factory=set, repr=False)
@@ -49,6 +50,11 @@ class Match:
     def num_exact(self) -> int:
         """Blocks that are reused whole."""
         return self.length // self.block_size
+
+    @property
+    def is_short(self) -> bool:
+        """The last row was made with another token."""
+        return self.num_exact < len(self.nodes)
 
     def exact(self) -> "Match":
         """The match without a last node that is not reused whole."""
@@ -74,15 +80,15 @@ class PrefixIndex:
     _named: dict[tuple[str, int], set[Node]] = field(init=False, factory=dict)
 
     def match(self, chain: Chain, most: int) -> Match:
-        """The longest known prefix of at most `most` tokens. A node counts only if its tokens and
-        its place in the chain are the prompt's, whatever its hash says."""
+        """The longest known prefix of at most `most` tokens. A node counts only if its tokens, its
+        label and its place in the chain are the prompt's, whatever its hash says."""
         nodes: list[Node] = []
         for k in range(min(len(chain), most // chain.block_size)):
             parent = nodes[-1] if nodes else None
             here = [
                 node
                 for node in self._nodes.get(chain.hashes[k], {}).values()
-                if node.parent is parent and node.tokens == chain.block(k)
+                if node.parent is parent and _holds(node, chain, k)
             ]
             wanted = chain.following(k)
             exact = next((node for node in here if node.following == wanted), None)
@@ -107,11 +113,11 @@ class PrefixIndex:
         variants = self._nodes.setdefault(chain.hashes[k], {})
         node = variants.get(following)
         if node is None:
-            node = Node(chain.hashes[k], following, chain.block(k), parent, named)
+            node = Node(chain.hashes[k], following, chain.block(k), chain.labels[k], parent, named)
             variants[following] = node
             if parent is not None:
                 parent.children.add(node)
-        elif node.tokens != chain.block(k) or node.parent is not parent:
+        elif node.parent is not parent or not _holds(node, chain, k):
             return None
         before, node.named = self._ids(node), named
         for group, block_id in self._ids(node):
@@ -182,3 +188,7 @@ class PrefixIndex:
             known = node.parent is None or node in node.parent.children
             if not known or (node.parent is not None and node.parent not in self):
                 raise KvflowError("a node of the prefix index cannot be reached from its root")
+
+
+def _holds(node: Node, chain: Chain, k: int) -> bool:
+    return node.tokens == chain.block(k) and node.label == chain.labels[k]
