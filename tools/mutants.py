@@ -43,7 +43,7 @@ TESTS = {
     "kvflow/layouts/memory.py": [LAYOUTS + "memory.py"],
     "kvflow/layouts/catalogue/axes.py": [LAYOUTS + "axes.py", *CATALOGUED],
     "kvflow/layouts/catalogue/entry.py": CATALOGUED,
-    "kvflow/layouts/catalogue/vllm_host.py": CATALOGUED,
+    "kvflow/layouts/catalogue/vllm_host.py": GOLDEN,
     "kvflow/layouts/catalogue/__init__.py": CATALOGUED,
     "kvflow/layouts/catalogue/vllm.py": GOLDEN,
     "kvflow/layouts/catalogue/vllm_mla.py": GOLDEN,

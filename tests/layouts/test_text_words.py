@@ -14,6 +14,7 @@ from kvflow.layouts.record import Field, Record
 from kvflow.layouts.sharding import Replicated, RoundRobin
 from kvflow.layouts.spec import Component, KVCacheSpec
 from kvflow.layouts.text import (
+    RECORDS,
     TextError,
     format_layout,
     format_members,
@@ -184,6 +185,29 @@ def test_records_are_written_as_they_are_read(text: str, record: Record | None) 
     found = read_record(word(text))
     assert format_record(found) == text
     assert record is None or found == record
+
+
+def fields_of(record: Record) -> str:
+    return " ".join(f"{f.name}:{f.dtype}x{f.num_elements}" for f in record.fields)
+
+
+def test_the_fields_of_named_records_and_of_the_small_model() -> None:
+    assert {name: fields_of(record) for name, record in RECORDS.items()} == {
+        "fp8_ds_mla": "latent:float8_e4m3fnx512 scale:float32x4 rope:bfloat16x64",
+        "bf16": "latent:bfloat16x512 rope:bfloat16x64",
+        "fp8_index": "key:float8_e4m3fnx128 scale:float32x1",
+        "bf16_index": "key:bfloat16x128",
+        "nvfp4_ds_mla": "latent:uint8x256 rope:float8_e4m3fnx64 scale:float8_e4m3fnx32",
+        "dsv4": "latent:float8_e4m3fnx448 rope:bfloat16x64 scale:uint8x8",
+        "dsv41": "latent:float8_e4m3fnx512 scale:uint8x16",
+    }
+    assert {c.name: fields_of(c.record) for c in parse_spec("tiny/bfloat16").components} == {
+        "latent.0": "latent:bfloat16x8 rope:bfloat16x4",
+        "indexer.0": "key:bfloat16x8",
+        "latent.1": "latent:bfloat16x8 rope:bfloat16x4",
+        "latent.2": "latent:bfloat16x8 rope:bfloat16x4",
+        "indexer.2": "key:bfloat16x8",
+    }
 
 
 def test_a_page_may_be_rounded_up_to_one_byte() -> None:
