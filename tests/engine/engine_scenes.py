@@ -74,7 +74,7 @@ def prefill_options(draw):
         "dcp": draw(st.sampled_from(_divisors(pcp * tp))),
         "interleave": draw(st.integers(1, 20)),
         "prefill_block": block,
-        "prefill_kv_tokens": draw(st.integers(MAX_LEN, 3 * MAX_LEN)),
+        "prefill_kv_tokens": draw(st.sampled_from([MAX_LEN, MAX_LEN + 9, 3 * MAX_LEN])),
         "max_num_batched_tokens": draw(st.sampled_from([5, 17, 40])),
         "access": draw(accesses()),
     }
@@ -118,7 +118,7 @@ def waves(draw):
     token = st.integers(0, VOCAB - 1)
     stems = [draw(st.lists(token, min_size=0, max_size=40)) for _ in range(2)]
     drawn = []
-    for i in range(draw(st.integers(1, 2))):
+    for i in range(draw(st.integers(1, 3))):
         wave = []
         for j in range(draw(st.integers(1, 3))):
             stem = draw(st.sampled_from(stems))
