@@ -36,8 +36,9 @@ def by_hand(logits, position, p):
     scores = logits.to(torch.float64)
     if p.temperature == 0:
         return logits.tolist().index(logits.max().item())
+    scores = (scores - scores.max()) / p.temperature
     order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))
-    probs = torch.softmax((scores - scores.max())[order] / p.temperature, 0)
+    probs = torch.softmax(scores[order], 0)
     mass = torch.cumsum(probs, 0).tolist()
     kept = next((i for i, total in enumerate(mass) if total >= p.top_p), len(mass) - 1)
     philox = np.random.Philox(key=np.array([p.seed, position], np.uint64))
@@ -150,6 +151,15 @@ def test_extreme_parameters_draw_a_real_token():
             assert 0 <= got.token < len(logits)
     tiny = sample(torch.tensor(LOGITS), 3, params(top_p=5e-324))
     assert tiny.token == 2  # the likeliest alone, the smaller id of two
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_row_that_is_no_numbers_becomes_no_token(temperature):
+    logits = torch.tensor([LOGITS, [0.0, math.nan, 0, 0, 9, 0], LOGITS])
+    rows = [(params(temperature=temperature), i) for i in range(3)]
+    tokens = choose(logits, Draws.of(rows)).tolist()
+    assert tokens[1] == len(LOGITS)
+    assert [tokens[0], tokens[2]] == [sample(logits[i], i, rows[i][0]).token for i in (0, 2)]
 
 
 def test_logprobs_are_of_the_model_and_best_first():
