@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvflow.kernels.codec import decode_latent, latent_rank
 from kvflow.layouts.record import Record
@@ -38,7 +39,9 @@ def attend_rows(record: Record, packed: Tensor, queries: Tensor, groups: Sequenc
     groups say: ``[n, h, R]``. The bits are those of `attend_by_reading`."""
     out = queries.new_zeros(*queries.shape[:2], latent_rank(record))
     if groups:
-        table = decode_latent(record, packed, queries.dtype)
+        # A group's padding names rows too: there are at least as many as one query reads.
+        missing = max(group.size for group in groups) - len(packed)
+        table = pad(decode_latent(record, packed, queries.dtype), (0, 0, 0, max(missing, 0)))
         for group in groups:
             attend(queries, table, group, out)
     return out

@@ -9,16 +9,15 @@ from kvflow.layouts.spec import KVCacheSpec
 
 @define(eq=False)
 class LayerOrder:
-    """The latent components of each part of a model, layer after layer, and their indexers."""
+    """The latent components of a model, layer after layer, and their indexers. Nothing follows an
+    MTP layer: each is a pass of its own."""
 
     spec: KVCacheSpec
     _next: dict[str, str] = field(init=False, factory=dict)
     _indexer: dict[str, str] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        for part in ("main", "mtp"):
-            latent = [c for c in self.spec.components if (c.kind, c.part) == ("latent", part)]
-            self._next |= {a.name: b.name for a, b in pairwise(latent)}
+        self._next = dict(pairwise(self.spec.select(part="main", kind="latent")))
         by_layer = {c.layer_id: c.name for c in self.spec.components if c.kind == "indexer"}
         for c in self.spec.components:
             if c.kind == "latent" and c.layer_id in by_layer:

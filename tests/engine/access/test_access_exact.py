@@ -28,8 +28,7 @@ def check(world, steps):
 
 
 @pytest.mark.parametrize(("attention", "index"), WAYS)
-@pytest.mark.parametrize(("pcp", "dcp"), [(2, 2), (4, 2)])
-@pytest.mark.parametrize("tokens", [1 << 18, 120])
+@pytest.mark.parametrize(("pcp", "dcp", "tokens"), [(2, 2, 1 << 18), (4, 2, 120)])
 def test_steps_equal_one_rank(pcp, dcp, attention, index, tokens):
     options = AccessOptions(attention, index, tokens, overlap=tokens == 120)
     check(World(pcp, dcp, 3, options=options), STEPS)
