@@ -27,6 +27,8 @@ CONFIG = {
     "indexer_types": ["full"],
 }
 CONTENT = {"model": "toy", "weights": "ours"}
+WORDS = [None]
+"""Rows that lie in units or files, by the number that lies there for them."""
 
 
 def toy_spec(mtp, kv_dtype="float32", **content):
@@ -73,7 +75,7 @@ class SymbolicRanks:
             disk_directory=directory,
             disk_nbytes=disk_nbytes if directory else 0,
         )
-        self.steps, self.rows, self.units, self.answered = [], {}, {}, 0
+        self.steps, self.rows, self.answered = [], {}, 0
         self.told = {}
         self.engine = PrefillEngine(
             layout,
@@ -148,9 +150,10 @@ class SymbolicRanks:
 
     def _load(self, item):
         for t in range(item.load.start, item.load.stop):
-            where = divmod(t - item.load.start, self.unit)
+            which, offset = divmod(t - item.load.start, self.unit)
+            word = int(self._words(item.load.units[which])[offset])
             for slot in self.slots(item.tables["kv"], t):
-                self.rows[slot] = self.units.get((item.load.units[where[0]], where[1]))
+                self.rows[slot] = WORDS[word]
         return [self.host.memory.label(u) for u in item.load.units] == item.load.labels
 
     def _store(self, item):
@@ -159,7 +162,12 @@ class SymbolicRanks:
             for t in range(rows.start, rows.stop):
                 which, offset = divmod(t - rows.start, self.unit)
                 slot = self.slots(item.tables["kv"], t)[0]
-                self.units[rows.units[which], offset] = self.rows[slot]
+                self._words(rows.units[which])[offset] = len(WORDS)
+                WORDS.append(self.rows[slot])
+
+    def _words(self, unit):
+        """The first bytes of a unit of the real host memory, a number for each of its rows."""
+        return self.host.memory.units[unit][: 8 * self.unit].numpy().view("int64")
 
     def answer(self):
         """Carries out the running step and answers for every rank; checks what is held after."""

@@ -2,11 +2,15 @@
 cancels, preemptions and resets, with rows as words."""
 
 import asyncio
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic_ranks import SymbolicRanks
+
+from kvflow.transfers.executors.plain_files import PlainFiles
 
 EXAMPLES = max(60, settings.default.max_examples)
 
@@ -22,7 +26,8 @@ def worlds(draw):
         "num_blocks": draw(st.sampled_from([24, 60])),
         "mtp": draw(st.booleans()),
         "unit": draw(st.sampled_from([1, 2, 3, 4, 7])),
-        "host_units": draw(st.sampled_from([0, 2, 8, 60])),
+        "host_units": (host := draw(st.sampled_from([0, 2, 8, 60]))),
+        "disk": host > 0 and draw(st.booleans()),
         "max_num_batched_tokens": draw(st.sampled_from([3, 10, 64])),
     }
 
@@ -55,15 +60,23 @@ def _spoil(ranks):
 
 async def run_script(world, script, change=lambda ranks: None):
     """Carries a script out on an engine that was changed first; returns its reuse by tier."""
-    ranks, tasks = SymbolicRanks(**world), {}
-    change(ranks)
+    with tempfile.TemporaryDirectory() as name:
+        disk = {"directory": Path(name), "files": PlainFiles()} if world["disk"] else {}
+        sizes = {key: value for key, value in world.items() if key != "disk"}
+        ranks = SymbolicRanks(**sizes, **disk)
+        change(ranks)
+        return await _carry_out(ranks, script)
+
+
+async def _carry_out(ranks, script):
+    tasks = {}
     spoiled = False
 
     def end_all():
         for name, task in tasks.items():
             if task.done() and not task.cancelled() and name in ranks.engine._held:
                 ranks.engine.source(name)
-                ranks.engine.acknowledge(name, list(range(world["pcp"])))
+                ranks.engine.acknowledge(name, list(range(ranks.shape[0])))
 
     for what, *how in [*script, *[("step",), ("end",)] * 400]:
         if what == "submit":
