@@ -45,13 +45,15 @@ class StepLog:
 @define(eq=False)
 class Counters:
     """Of one rank, over all steps. `received_nbytes` is by kind, what a rank sends itself left
-    out; `workspace_peak_nbytes` is the most that rows of other ranks have taken at once;
-    `num_collectives` is by kind too."""
+    out; `workspace_peak_nbytes` is the most that rows of other ranks have taken at once, and
+    `workspace_limit_nbytes` the largest bound that a step had for it; `num_collectives` is by kind
+    too."""
 
     received_nbytes: dict[Kind, int] = field(factory=dict)
     num_collectives: dict[Kind, int] = field(factory=dict)
     workspace_nbytes: int = 0
     workspace_peak_nbytes: int = 0
+    workspace_limit_nbytes: int = 0
 
     def received(self, kind: Kind, nbytes: int) -> None:
         self.received_nbytes[kind] = self.received_nbytes.get(kind, 0) + nbytes
@@ -63,6 +65,16 @@ class Counters:
 
     def free(self, nbytes: int) -> None:
         self.workspace_nbytes -= nbytes
+
+    def bound(self, nbytes: int) -> None:
+        self.workspace_limit_nbytes = max(self.workspace_limit_nbytes, nbytes)
+
+    def gauges(self) -> dict[str, float]:
+        """The most that workspaces have taken, and the most that they were allowed to."""
+        return {
+            "workspace_peak_nbytes": float(self.workspace_peak_nbytes),
+            "workspace_limit_nbytes": float(self.workspace_limit_nbytes),
+        }
 
     def totals(self) -> dict[str, float]:
         """Bytes received and collectives made, by kind: ``access_received_nbytes.index_keys``."""

@@ -109,6 +109,7 @@ class PagedStep:
     def release(self, component: str) -> None:
         """Frees what is held of the component."""
         self._note("release", component)
+        self.counters.bound(self.workspace_limit_nbytes)
         self._fresh.drop(component)
 
     def _rows(self, component: str, request: int, positions: Tensor | None) -> Tensor:

@@ -127,3 +127,6 @@ def test_the_model_counts_bytes_and_workspaces():
     assert counters.received_nbytes["new rows"] > 0
     assert set(counters.received_nbytes) == set(counters.num_collectives)
     assert 0 < counters.workspace_peak_nbytes == world.memories[1].workspace_nbytes
+    assert counters.workspace_peak_nbytes <= counters.workspace_limit_nbytes
+    assert counters.workspace_limit_nbytes == max(limit for _, limit in world.limits[1])
+    assert set(counters.gauges()) == {"workspace_peak_nbytes", "workspace_limit_nbytes"}
