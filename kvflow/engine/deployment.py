@@ -265,6 +265,10 @@ class Deployment:
         """Whether all ranks are believed to work."""
         return self.failure is None
 
+    def reset_prefix_cache(self) -> dict[str, int]:
+        """See `PrefillEngine.reset_prefix_cache`."""
+        return self.prefill.reset_prefix_cache()
+
     def metrics(self) -> Sequence[Metric]:
         """Requests by outcome, the prefill engine's numbers, and every gauge of every rank."""
         requests = [Sample(float(n), {"outcome": o}) for o, n in self.num_requests.items()]

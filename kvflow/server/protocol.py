@@ -138,7 +138,10 @@ def _call(
         prompt_idx, sample_idx = divmod(index, num_samples)
         own = secrets.randbelow(SEED_BOUND) if seed is None else (seed + sample_idx) % SEED_BOUND
         request = Request(
-            f"{call_id}-{index}", prompts[prompt_idx], evolve(sampling[prompt_idx], seed=own)
+            f"{call_id}-{index}",
+            prompts[prompt_idx],
+            evolve(sampling[prompt_idx], seed=own),
+            fields.string("cache_salt"),
         )
         choices.append(Choice(index, prompt_idx, request, echoes[prompt_idx] if echoes else ""))
     stream = fields.boolean("stream", False)

@@ -13,7 +13,6 @@ from kvflow.server.fields import Fields, shown
 _EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),

@@ -177,6 +177,17 @@ def test_negative_seeds_and_sampling_values_reach_the_engine(tokenizer):
     assert (sampling.seed, sampling.temperature, sampling.top_p) == (2**63 - 1, 0.0, 0.5)
 
 
+def test_a_tenant_s_salt_reaches_the_engine(tokenizer):
+    engine = engine_of(tokenizer)
+
+    async def scenario(client):
+        for salt in ({"cache_salt": "tenant"}, {}):
+            await client.completions.create(model=MODEL, prompt="a", max_tokens=1, extra_body=salt)
+
+    with_openai(engine, tokenizer, scenario)
+    assert [one.cache_salt for one in engine.seen] == ["tenant", None]
+
+
 def test_default_length_is_16_or_what_fits(tokenizer):
     engine = engine_of(tokenizer, max_model_len=20)
 

@@ -64,7 +64,7 @@ BAD_EVERYWHERE = [
     ({"top_k": 5}, "top_k"),
     ({"min_p": 0.1}, "min_p"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"cache_salt": "x"}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
 ]
 BAD_COMPLETIONS = [
     ({"prompt": None}, "prompt"),
