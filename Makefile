@@ -68,7 +68,8 @@ docs: $(STAMP) ## run every example in README.md, docs/ and docstrings
 
 demo: $(STAMP) ## serve a small model from two engines and stream from it
 	$(BIN)/python examples/serve_glm.py --demo --pcp 4 --dcp 4 --interleave 1 \
-		--decode-ranks 2 --prefill-block 16 --decode-block 64 --kv-dtype fp8
+		--decode-ranks 2 --prefill-block 16 --decode-block 64 --kv-dtype fp8 \
+		--num-drafts 3 --hisparse --host-tier-gib 0.25
 
 bench: $(STAMP) ## planning, copies, gathers and transfers, each beside its baseline
 	$(BIN)/python benchmarks/run_all.py

@@ -39,6 +39,11 @@ class Outcome:
     transfer: dict[str, Any] = field(factory=dict)
 
     @property
+    def cached(self) -> int:
+        """Prompt tokens that were not computed again."""
+        return int(self.usage.prompt_tokens_details.cached_tokens)
+
+    @property
     def ttft(self) -> float:
         return self.arrivals[0] - self.began
 
@@ -49,24 +54,36 @@ class Outcome:
         return (self.arrivals[-1] - self.arrivals[0]) / max(tokens - 1, 1)
 
 
-def demo_prompts() -> list[Prompt]:
-    """One of several thousand tokens, two that share a prefix, and two short ones."""
+def first_prompts() -> list[Prompt]:
+    """One of several thousand tokens, and three shorter ones."""
     source = inspect.getsource(argparse)
     shared = inspect.getsource(textwrap)[:2400]
     return [
         Prompt("long", source[:LONG_PROMPT_CHARACTERS]),
         Prompt("shared-a", shared + "\n\ndef wrap_paragraph(text, width):\n"),
-        Prompt("shared-b", shared + "\n\nclass Wrapper:\n    def __init__(self"),
         Prompt("short", "import os\n\ndef read_lines(path):\n"),
         Prompt("sampled", '"""Utilities for', temperature=0.7),
     ]
 
 
+def second_prompts(first: list[Outcome]) -> list[Prompt]:
+    """What goes on from the first ones: a next turn behind the long prompt and its answer, and
+    another continuation of the shared text."""
+    answers = {o.prompt.name: o for o in first}
+    turn = answers["long"].prompt.text + answers["long"].text + "\n\n    def check(self):\n"
+    shared = inspect.getsource(textwrap)[:2400]
+    return [
+        Prompt("next turn", turn),
+        Prompt("shared-b", shared + "\n\nclass Wrapper:\n    def __init__(self"),
+    ]
+
+
 async def run_demo(url: str, model: str, launch: LaunchConfig) -> int:
     """Sends the prompts, prints texts and table. Returns 0 if every transfer was verified."""
-    prompts = demo_prompts()
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=300) as client:
-        outcomes = await asyncio.gather(*[_one(client, model, p) for p in prompts])
+        outcomes = await asyncio.gather(*[_one(client, model, p) for p in first_prompts()])
+        second = second_prompts(outcomes)
+        outcomes += await asyncio.gather(*[_one(client, model, p) for p in second])
     for outcome in outcomes:
         _show(outcome)
     _table(outcomes, launch)
@@ -108,7 +125,7 @@ def _show(outcome: Outcome) -> None:
 
 def _table(outcomes: list[Outcome], launch: LaunchConfig) -> None:
     header = (
-        f"{'request':10} {'prompt':>6} {'out':>4} {'TTFT s':>7} {'ITL ms':>7} "
+        f"{'request':10} {'prompt':>6} {'cached':>6} {'out':>4} {'TTFT s':>7} {'ITL ms':>7} "
         f"{'KV bytes':>11} {'descriptors':>11} {'links':>5}  {'plan digest':16} verified"
     )
     print(f"\npcp {launch.pcp} x dcp {launch.dcp} (interleave {launch.interleave}), prefill block "
@@ -119,8 +136,8 @@ def _table(outcomes: list[Outcome], launch: LaunchConfig) -> None:
         t = o.transfer
         verified = {True: "yes", False: "NO", None: "-"}[t.get("verified")]
         print(
-            f"{o.prompt.name:10} {o.usage.prompt_tokens:6} {o.usage.completion_tokens:4} "
-            f"{o.ttft:7.2f} {o.itl * 1000:7.1f} {t.get('nbytes', 0):11,} "
-            f"{t.get('num_descriptors', 0):11,} {t.get('num_links', 0):5}  "
+            f"{o.prompt.name:10} {o.usage.prompt_tokens:6} {o.cached:6} "
+            f"{o.usage.completion_tokens:4} {o.ttft:7.2f} {o.itl * 1000:7.1f} "
+            f"{t.get('nbytes', 0):11,} {t.get('num_descriptors', 0):11,} {t.get('num_links', 0):5}  "
             f"{t.get('plan_digest', '')[:16]:16} {verified}"
         )

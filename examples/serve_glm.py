@@ -13,7 +13,7 @@ import contextlib
 import gc
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attrs import evolve
@@ -37,9 +37,11 @@ async def run(options: ServeOptions) -> int:
         print("transport: in-process (threads of this process, no NIXL)", flush=True)
     world = thread_deployment if launch.transport == "in-process" else process_deployment
     print(
-        f"starting {launch.pcp} prefill ranks (pcp {launch.pcp}, dcp {launch.dcp}, interleave "
-        f"{launch.interleave}, block {launch.prefill_block}) and {launch.decode_ranks} decode "
-        f"rank(s) (block {launch.decode_block}), kv {launch.kv_dtype}",
+        f"starting {launch.prefill_size} prefill rank(s) (pcp {launch.pcp}, tp {launch.tp}, dcp "
+        f"{launch.dcp}, interleave {launch.interleave}, block {launch.prefill_block}) and "
+        f"{launch.decode_ranks} decode group(s) of {launch.decode_size} (block "
+        f"{launch.decode_block}, drafts {launch.num_drafts}, latents "
+        f"{'on the host' if launch.hisparse else 'in pages'}), kv {launch.kv_dtype}",
         flush=True,
     )
     tokenizer = load_tokenizer(launch.model)
@@ -65,8 +67,21 @@ async def run(options: ServeOptions) -> int:
         if not await _unless(stop, demo):
             return 130
         engine.prefill.audit()
+        print("\n".join(decode_summary(engine.counters)), flush=True)
         return demo.result()
     return 0
+
+
+def decode_summary(counters: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A line for each decode group that has done anything."""
+    lines = []
+    for name, n in sorted(counters.items()):
+        if n.get("spec_steps"):
+            line = f"{name}: {n['spec_emitted_tokens'] / n['spec_steps']:.2f} tokens a target step"
+            if seen := n.get("hisparse_hits", 0) + n.get("hisparse_misses", 0):
+                line += f", {n['hisparse_hits'] / seen:.1%} of selected host rows were hot"
+            lines.append(line)
+    return lines
 
 
 async def _unless(stop: asyncio.Event, work: "asyncio.Future[object]") -> bool:
