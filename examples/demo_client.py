@@ -135,9 +135,12 @@ def _table(outcomes: list[Outcome], launch: LaunchConfig) -> None:
     for o in outcomes:
         t = o.transfer
         verified = {True: "yes", False: "NO", None: "-"}[t.get("verified")]
+        usage, digest = o.usage, t.get("plan_digest", "")[:16]
+        nbytes, descriptors, links = (
+            t.get(k, 0) for k in ("nbytes", "num_descriptors", "num_links")
+        )
         print(
-            f"{o.prompt.name:10} {o.usage.prompt_tokens:6} {o.cached:6} "
-            f"{o.usage.completion_tokens:4} {o.ttft:7.2f} {o.itl * 1000:7.1f} "
-            f"{t.get('nbytes', 0):11,} {t.get('num_descriptors', 0):11,} {t.get('num_links', 0):5}  "
-            f"{t.get('plan_digest', '')[:16]:16} {verified}"
+            f"{o.prompt.name:10} {usage.prompt_tokens:6} {o.cached:6} {usage.completion_tokens:4} "
+            f"{o.ttft:7.2f} {o.itl * 1000:7.1f} {nbytes:11,} {descriptors:11,} {links:5}  "
+            f"{digest:16} {verified}"
         )
