@@ -23,7 +23,9 @@ LAYOUTS, TRANSFERS = "tests/layouts/test_", "tests/transfers/test_"
 LAWFUL = LAYOUTS + "lawful_values.py"
 TEXTS = [LAYOUTS + "text_words.py", LAYOUTS + "text.py"]
 CATALOGUED = [LAYOUTS + "catalogue.py"]
-GOLDEN = [LAYOUTS + "catalogue.py::test_golden_numbers", *CATALOGUED]
+GOLDEN = [
+    LAYOUTS + "catalogue_entry.py", LAYOUTS + "catalogue.py::test_golden_numbers", *CATALOGUED
+]  # fmt: skip
 HEADS = TRANSFERS + "heads_and_copies.py"
 TESTS = {
     "kvflow/layouts/sharding.py": [LAYOUTS + "sharding.py", TRANSFERS + "planner.py", LAWFUL],
@@ -42,7 +44,7 @@ TESTS = {
     "kvflow/layouts/identity.py": [LAYOUTS + "identity.py"],
     "kvflow/layouts/memory.py": [LAYOUTS + "memory.py"],
     "kvflow/layouts/catalogue/axes.py": [LAYOUTS + "axes.py", *CATALOGUED],
-    "kvflow/layouts/catalogue/entry.py": CATALOGUED,
+    "kvflow/layouts/catalogue/entry.py": GOLDEN,
     "kvflow/layouts/catalogue/vllm_host.py": GOLDEN,
     "kvflow/layouts/catalogue/__init__.py": CATALOGUED,
     "kvflow/layouts/catalogue/vllm.py": GOLDEN,
