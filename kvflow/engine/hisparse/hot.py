@@ -65,8 +65,8 @@ class HotRows:
         free = np.flatnonzero(self._row == NOWHERE)[:n]
         if len(free) == n:
             return free
-        old = np.flatnonzero((self._row != NOWHERE) & (self._used < self._now))
-        order = np.lexsort((self._row[old], self._used[old]))
+        old = np.flatnonzero(self._row != NOWHERE)
+        order = np.lexsort((self._row[old], self._used[old]))  # what is wanted now comes last
         victims = old[order[: n - len(free)]]
         self._place[self._row[victims]] = NOWHERE
         self.evictions += len(victims)

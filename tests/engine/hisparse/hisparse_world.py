@@ -16,7 +16,13 @@ from kvflow.comm.local import LocalComm
 from kvflow.engine.access import PagedMemory
 from kvflow.engine.hisparse import HiSparseMemory, HiSparseSizes, hisparse_layout
 from kvflow.engine.memory import StepRequest
-from kvflow.kernels.codec import encode_index_key, encode_latent
+from kvflow.kernels.codec import (
+    decode_index_key,
+    decode_latent,
+    encode_index_key,
+    encode_latent,
+    latent_rank,
+)
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Paged
@@ -193,13 +199,21 @@ def small_spec(kv_dtype="fp8"):
     return KVCacheSpec.from_config(config, kv_dtype=kv_dtype)
 
 
+def width_of(record):
+    """Values of a latent row or an index key."""
+    row = torch.zeros(1, record.nbytes, dtype=torch.uint8)
+    is_key = record.fields[0].name == "key"
+    return (decode_index_key if is_key else decode_latent)(record, row).shape[1]
+
+
 def made_up_rows(spec, name, rng, n):
-    """Packed rows of a component of `small_spec`, uint8 [n, nbytes]."""
-    component = spec[name]
-    values = torch.from_numpy(rng.standard_normal((n, LATENT_RANK + ROPE_DIM)))
-    if component.kind == "indexer":
-        return encode_index_key(component.record, values[:, :INDEX_DIM])
-    return encode_latent(component.record, values[:, :LATENT_RANK], values[:, LATENT_RANK:])
+    """Packed rows of a component, uint8 [n, nbytes]."""
+    record = spec[name].record
+    values = torch.from_numpy(rng.standard_normal((n, width_of(record))))
+    if spec[name].kind == "indexer":
+        return encode_index_key(record, values)
+    rank = latent_rank(record)
+    return encode_latent(record, values[:, :rank], values[:, rank:])
 
 
 def bare_step(memory, requests, topk, seed):
@@ -221,15 +235,17 @@ def bare_step(memory, requests, topk, seed):
             kv.publish(latent, made_up_rows(spec, latent, rng, n)[mine])
             if latent == group[0]:
                 kv.publish(indexer, made_up_rows(spec, indexer, rng, n)[mine])
-                selection = _select(kv, indexer, segments, topk, rng, n, mine)
-            queries = torch.from_numpy(rng.standard_normal((n, 2, LATENT_RANK + ROPE_DIM)))[mine]
+                width = width_of(spec[indexer].record)
+                selection = _select(kv, indexer, segments, topk, rng, n, mine, width)
+            width = width_of(spec[latent].record)
+            queries = torch.from_numpy(rng.standard_normal((n, 2, width)))[mine]
             outs[latent] = kv.attend(latent, queries, selection)
             kv.release(latent)
     return outs
 
 
-def _select(kv, indexer, segments, topk, rng, n, mine):
-    queries = rng.standard_normal((n, 4, INDEX_DIM))[mine]
+def _select(kv, indexer, segments, topk, rng, n, mine, width):
+    queries = rng.standard_normal((n, 4, width))[mine]
     weights = rng.standard_normal((n, 4))[mine]
     if kv.max_context_len <= topk:
         chosen = [first_positions(s.positions, min(topk, s.context_len)) for s in segments]

@@ -4,14 +4,30 @@ import ctypes
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from guarded import GuardedPool
-from hisparse_world import TOPK, greedy_tokens, hisparse_memory, model, prefilled, pulled
+from hisparse_world import (
+    TOPK,
+    Blocks,
+    bare_step,
+    greedy_tokens,
+    hisparse_memory,
+    made_up_rows,
+    model,
+    paged_memory,
+    prefilled,
+    pull,
+    pulled,
+    request_of,
+)
 
 from kvflow.engine.hisparse import HiSparseSizes
 from kvflow.engine.hisparse.pool import LatentPool
 from kvflow.errors import CapacityError
+from kvflow.kernels.rows import scatter_rows
+from kvflow.layouts.spec import GLM_5_3, KVCacheSpec
 
 torch.set_num_threads(1)
 CAP = 40_000
@@ -89,3 +105,37 @@ def test_a_pool_above_its_cap_is_refused_before_anything_is_allocated():
             allocate_device=asked.append,
         )
     assert asked == []
+
+
+def test_all_bytes_of_the_device_are_an_eighth_of_the_context():
+    """At GLM-5.3's record sizes, index pages counted too: an index group of four layers, 3,000
+    tokens of context, top-k 32."""
+    spec = KVCacheSpec.from_config(
+        GLM_5_3
+        | {"num_hidden_layers": 4, "num_nextn_predict_layers": 0}
+        | {"index_skip_topk_offset": 1},
+        kv_dtype="fp8",
+    )
+    assert [c.name for c in spec.components if c.kind == "indexer"] == ["indexer.0"]
+    assert spec.nbytes_per_token == 4 * 656 + 132
+    length, topk, block = 3000, 32, 64
+    num_blocks = -(-(length + 4) // block)
+    source = Blocks(paged_memory(spec, block, num_blocks), 1)
+    target = Blocks(hisparse_memory(HiSparseSizes(topk, 1, topk), spec, block, num_blocks), 2)
+    tables = [blocks.take(length + 4) for blocks in (source, target)]
+    rows = np.random.default_rng(5)
+    for name, view in source.memory.cache.pages.items():
+        new = made_up_rows(spec, name, rows, num_blocks * block)
+        scatter_rows(view, torch.arange(num_blocks * block), new)
+    pull(source, tables[0], target, tables[1], length)
+    for n in range(4):
+        outs = [
+            bare_step(blocks.memory, [request_of("a", length + n, 1, table)], topk, n)
+            for blocks, table in zip((source, target), tables, strict=True)
+        ]
+        assert all(torch.equal(out, outs[1][name]) for name, out in outs[0].items())
+    gauges = target.memory.gauges
+    on_device = gauges["device_latent_nbytes"] + gauges["device_index_nbytes"]
+    index, pool = target.memory.cache.pages["indexer.0"], target.memory.pool.device
+    assert on_device == index.memory.numel() + pool.nbytes
+    assert 8 * on_device <= (length + 4) * spec.nbytes_per_token

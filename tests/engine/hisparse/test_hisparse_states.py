@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.engine.hisparse.hot import HotRows
+from kvflow.engine.hisparse.request import GroupRows
 from kvflow.engine.hisparse.tail import CLEAN, DIRTY, UNPINNED, TailPage, TailPages
 from kvflow.errors import CapacityError, KvflowError
 
@@ -188,3 +189,14 @@ def test_what_is_rejected_whole_needs_no_mirror() -> None:
     page.rewind(13)
     assert page.state is CLEAN
     page.unpin()
+
+
+def test_rows_of_tail_pages_take_no_hot_rows() -> None:
+    """The tail moves back, as drafts that were rejected leave it: its rows are hot no more."""
+    rows = GroupRows(TailPages([0, 1], 2), HotRows(4, 6))
+    rows.advance(0, 9)
+    assert rows.tail.first_row == 6
+    _, missing = rows.resolve(np.arange(9))
+    assert missing.tolist() == [True] * 6 + [False] * 3
+    rows.advance(3, 4)
+    assert len(rows.hot) == 0
