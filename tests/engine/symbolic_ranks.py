@@ -209,13 +209,13 @@ class SymbolicRanks:
 
     async def settle(self):
         """Lets everything happen that waits for no step."""
-        while True:
-            for _ in range(4):
-                await asyncio.sleep(0)
-            tiers = self.engine.tiers
-            if tiers is None or not tiers.num_under_way:
-                return
+        tiers = self.engine.tiers
+        while tiers is not None and tiers.num_under_way:
             await asyncio.sleep(0.001)
+        for _ in range(12):  # whoever waited for that goes on
+            await asyncio.sleep(0)
+        if tiers is not None and tiers.num_under_way:
+            await self.settle()
 
     async def serve(self, name, prompt, salt=None):
         """Runs a request to its end; returns how many of its tokens were reused."""
