@@ -38,7 +38,8 @@ def encode_latent(record: Record, latent: Tensor, rope: Tensor) -> Tensor:
 
 
 def decode_latent(record: Record, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Latent rows as values: uint8 [..., record.nbytes] -> `dtype` [..., R + dr], latent first."""
+    """Latent rows as values: uint8 [..., record.nbytes] -> `dtype` [..., R + dr], latent first. A
+    view of rows that hold nothing but values of `dtype`."""
     return _decode(row_format(record, "latent", "rope", SCALE_GROUP), rows, dtype)
 
 
@@ -54,7 +55,8 @@ def encode_index_key(record: Record, key: Tensor) -> Tensor:
 
 
 def decode_index_key(record: Record, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Indexer keys as values: uint8 [..., record.nbytes] -> `dtype` [..., di]."""
+    """Indexer keys as values: uint8 [..., record.nbytes] -> `dtype` [..., di]. A view of rows that
+    hold nothing but values of `dtype`."""
     return _decode(row_format(record, "key", None, None), rows, dtype)
 
 
@@ -78,15 +80,19 @@ def power_of_two_scale(amax: Tensor) -> Tensor:
 def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, *, power_of_two: bool) -> Tensor:
     _check_vector("values", values, fmt.values.size)
     n = len(values)
-    out = torch.empty(n, fmt.nbytes, dtype=torch.uint8, device=values.device)
-    for pad in fmt.padding:
-        out[:, pad.offset : pad.end] = 0
     if plain is not None and fmt.plain is not None:
         _check_vector("rope", plain, fmt.plain.size)
         if len(plain) != n or plain.device != values.device:
             raise LayoutError(
                 f"{n} latent rows on {values.device}, {len(plain)} rope rows on {plain.device}"
             )
+    if _is_bare(fmt, fmt.values.dtype):
+        parts = [values] if plain is None else [values, plain]
+        row = torch.cat([part.to(fmt.values.dtype) for part in parts], 1)
+        return row.masked_fill_(row.isnan(), torch.nan).view(torch.uint8)
+    out = torch.empty(n, fmt.nbytes, dtype=torch.uint8, device=values.device)
+    for pad in fmt.padding:
+        out[:, pad.offset : pad.end] = 0
     if out.device.type == "cuda" and fmt.scale is not None:
         import kvflow.kernels.triton_codec as triton_codec
 
@@ -102,6 +108,14 @@ def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, *, power_of_tw
             fmt, fmt.scale, values, out, power_of_two_scale if power_of_two else group_scale
         )
     return out
+
+
+def _is_bare(fmt: RowFormat, dtype: torch.dtype) -> bool:
+    """Whether a row is the values as decoded, in `dtype`, and no other byte."""
+    spans = [fmt.values] + ([fmt.plain] if fmt.plain else [])
+    behind = all(span.offset == at for span, at in zip(spans, (0, fmt.values.end), strict=False))
+    one = all(span.dtype == dtype for span in spans)
+    return behind and one and fmt.scale is None and fmt.nbytes == spans[-1].end
 
 
 def _quantise_rows(
@@ -144,6 +158,9 @@ def _decode(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor:
         )
     if dtype not in FLOATS.values():
         raise LayoutError(f"decode to {dtype}, must be one of {list(FLOATS)}")
+    aligned = (rows.data_ptr() | int(rows.storage_offset())) % dtype.itemsize == 0
+    if _is_bare(fmt, dtype) and aligned and rows.is_contiguous():
+        return rows.view(dtype)
     flat = rows.reshape(rows.shape[:-1].numel(), fmt.nbytes)
     out = torch.empty(len(flat), fmt.size, dtype=dtype, device=rows.device)
     if out.device.type == "cuda" and fmt.scale is not None:

@@ -87,20 +87,20 @@ def index_scores(
     if len(queries) < num_visible:
         for i, position in enumerate(host.tolist()):
             seen = tiles[: position // KEY_TILE + 1]
-            products = _tile_scores(queries[i, None], weights[i, None], seen)
+            products = tile_scores(queries[i, None], weights[i, None], seen)
             scores[i, : len(seen) * KEY_TILE] = products.flatten()
     else:
         for i, tile in enumerate(tiles[:num_visible]):
             first = int(np.searchsorted(host, i * KEY_TILE))
-            products = _tile_scores(queries[first:], weights[first:], tile[None])
+            products = tile_scores(queries[first:], weights[first:], tile[None])
             scores[first:, i * KEY_TILE : (i + 1) * KEY_TILE] = products
     future = torch.arange(num_keys) > torch.from_numpy(host)[:, None]
     return scores.masked_fill_(future, -torch.inf)
 
 
-def _tile_scores(queries: Tensor, weights: Tensor, tiles: Tensor) -> Tensor:
-    """One query against one tile, many times: ``[b, KEY_TILE]`` for b queries or b tiles, the
-    other being one."""
+def tile_scores(queries: Tensor, weights: Tensor, tiles: Tensor) -> Tensor:
+    """One query against one tile, many times: ``[b, KEY_TILE]`` for b queries and b tiles, or b
+    of one and one of the other."""
     num = max(len(queries), len(tiles))
     products = torch.bmm(
         queries.expand(num, *queries.shape[1:]), tiles.expand(num, *tiles.shape[1:])

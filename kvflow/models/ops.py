@@ -101,7 +101,8 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    scale = (x * x).sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

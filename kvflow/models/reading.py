@@ -4,10 +4,12 @@ What a `KVStep` does with rows at hand; one that moves queries or rows first use
 functions on what it then has, so that every way gives the same bits.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvflow.kernels.codec import decode_index_key, decode_latent, latent_rank
@@ -20,7 +22,6 @@ from kvflow.models.indexer import (
     topk_positions,
 )
 from kvflow.models.kvstep import IndexQueries
-from kvflow.models.ops import pad_to
 from kvflow.models.segment import Segment
 from kvflow.models.selection import Fetch, Group, Selection
 
@@ -31,12 +32,9 @@ uint8 [m, nbytes]."""
 ReadFetches = Callable[[Sequence[Fetch]], Tensor]
 """Packed rows of several fetches, one behind the other."""
 
-MAX_GATHERED = 1 << 19
-"""Elements of cache rows gathered at once: about what a core's cache holds."""
-
-HEAD_TILE = 4
-"""Heads that attend together; missing ones are zeros. A head's numbers depend neither on its
-place nor on the others."""
+MAX_GATHERED = 1 << 22
+MAX_SCORES = 1 << 18
+"""Scores computed at once; bounds the memory of one attention step."""
 
 
 def topk_by_reading(
@@ -94,29 +92,42 @@ def attend_by_fetching(
 def attend(queries: Tensor, table: Tensor, group: Group, out: Tensor) -> None:
     """Softmax attention of a group's queries over its rows of `table`, written into `out`.
 
-    queries ``[n, h, R + dr]`` already scaled, table ``[t, R + dr]``, out ``[n, h, R]``."""
+    queries ``[n, h, R + dr]`` already scaled, table ``[t, R + dr]``, out ``[n, h, R]``. Every
+    score is a dot product of its own and every output a sum in the order of the rows, so rows are
+    read where they lie and heads do not know of each other."""
     num_heads, dim = queries.shape[1:]
     size, rank = group.size, out.shape[2]
-    mine = pad_to(queries.index_select(0, group.queries), HEAD_TILE, dim=1)
-    result = out.new_empty(len(mine), mine.shape[1], rank)
-    unused = None if group.is_full else torch.arange(size) >= group.counts[:, None, None]
-    step = max(1, MAX_GATHERED // (size * dim))
+    mine = queries.index_select(0, group.queries)
+    if len(table) < size:  # a sparse row cannot name more columns than there are
+        table = F.pad(table, (0, 0, 0, size - len(table)))
+    step = max(1, MAX_SCORES // (size * num_heads))
     for lo in range(0, len(mine), step):
         part = slice(lo, min(lo + step, len(mine)))
-        keys = _group_rows(table, group, part)
-        for head in range(0, mine.shape[1], HEAD_TILE):
-            heads = slice(head, head + HEAD_TILE)
-            scores = torch.bmm(mine[part, heads], keys.transpose(1, 2))
-            if unused is not None:
-                scores.masked_fill_(unused[part], -torch.inf)
-            result[part, heads] = torch.bmm(scores.softmax(-1), keys[..., :rank])
-    out.index_copy_(0, group.queries, result[:, :num_heads])
+        num = part.stop - part.start
+        rows, begins = group.by_head(part, num_heads)
+        scores = _scores(mine[part].reshape(num * num_heads, dim), table, rows, begins)
+        scores = scores.view(num, num_heads, size)
+        if not group.is_full:
+            scores.masked_fill_(group.unused[part], -torch.inf)
+        weights = scores.softmax(-1).flatten()
+        sums = F.embedding_bag(rows, table, begins[:-1], mode="sum", per_sample_weights=weights)
+        sums = sums.view(num, num_heads, dim)[..., :rank]
+        out.index_copy_(0, group.queries[part], sums)
 
 
-def _group_rows(table: Tensor, group: Group, part: slice) -> Tensor:
-    """Rows of some of a group's queries: ``[m, size, R + dr]``."""
-    num, size, dim = part.stop - part.start, group.size, table.shape[1]
-    if group.first is not None:
-        start = group.first + part.start * size
-        return table[start : start + num * size].view(num, size, dim)
-    return table.index_select(0, group.rows[part].flatten()).view(num, size, dim)
+def _scores(queries: Tensor, table: Tensor, rows: Tensor, begins: Tensor) -> Tensor:
+    """Dot products of query i with rows ``rows[begins[i]:begins[i + 1]]`` of the table."""
+    where = torch.sparse_csr_tensor(
+        begins,
+        rows,
+        queries.new_zeros(len(rows)),
+        (len(queries), len(table)),
+        check_invariants=False,
+    )
+    scores: Tensor = torch.sparse.sampled_addmm(where, queries, table.t(), beta=0.0).values()
+    return scores
+
+
+with warnings.catch_warnings():  # torch says once that sparse rows are young
+    warnings.simplefilter("ignore")
+    _scores(torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor([0]), torch.tensor([0, 1]))

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from kvflow.layouts.sharding import Ints
@@ -37,18 +37,33 @@ class Group:
     """Queries that read equally many rows: `queries` int64 ``[m]`` are local rows, `rows` int64
     ``[m, size]`` index the fetched rows, of which the first ``counts[i]`` are real.
 
-    `first`: where it is not None, the rows lie one behind the other from there on, query by
-    query. `is_full`: whether all rows of all queries are known to be real."""
+    `is_full`: whether all rows of all queries are known to be real. What is derived from these
+    is kept, as layers share it."""
 
     queries: Tensor
     rows: Tensor
     counts: Tensor
-    first: int | None = None
     is_full: bool = False
+    _by_head: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
 
     @property
     def size(self) -> int:
         return self.rows.shape[1]
+
+    @cached_property
+    def unused(self) -> Tensor:
+        """Which rows are not real: bool ``[m, 1, size]``."""
+        return torch.arange(self.size) >= self.counts[:, None, None]
+
+    def by_head(self, part: slice, num_heads: int) -> tuple[Tensor, Tensor]:
+        """The rows of some queries, once for each head: int64 ``[m * num_heads * size]``, and
+        where those of each begin, and the end."""
+        key = part.start, part.stop, num_heads
+        if key not in self._by_head:
+            num = part.stop - part.start
+            rows = self.rows[part, None].expand(num, num_heads, self.size).flatten()
+            self._by_head[key] = rows, torch.arange(0, len(rows) + 1, self.size)
+        return self._by_head[key]
 
 
 @frozen(eq=False)
@@ -146,7 +161,7 @@ class Selection:
         for part in shape.parts:
             if part.segment_idx in begins:
                 rows = self._rows(part) + begins[part.segment_idx]
-                groups.append(_group(shape, (part,), rows, None))
+                groups.append(_group(shape, (part,), rows))
         direct = [part for part in shape.parts if part.segment_idx not in begins]
         for size in sorted({part.size for part in direct}):
             parts = [part for part in direct if part.size == size]
@@ -155,7 +170,7 @@ class Selection:
                 request_idx = self.segments[part.segment_idx].request_idx
                 fetches.append(Fetch(request_idx, self._rows(part).flatten()))
             rows = torch.arange(start, start + count).view(-1, size)
-            groups.append(_group(shape, parts, rows, start))
+            groups.append(_group(shape, parts, rows))
             start += count
         return tuple(fetches), tuple(groups)
 
@@ -192,8 +207,8 @@ def grouped(rows: Tensor, counts: Tensor, topk: int) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _group(shape: Shape, parts: Sequence[Part], rows: Tensor, first: int | None) -> Group:
+def _group(shape: Shape, parts: Sequence[Part], rows: Tensor) -> Group:
     queries = np.concatenate([part.queries for part in parts])
     counts = shape.host_counts[queries]
     is_full = bool(np.all(counts == rows.shape[1]))
-    return Group(torch.from_numpy(queries), rows, torch.from_numpy(counts), first, is_full)
+    return Group(torch.from_numpy(queries), rows, torch.from_numpy(counts), is_full)

@@ -21,7 +21,7 @@ def test_linear(dtype: torch.dtype, num_in: int, num_out: int) -> None:
     for _ in range(3):
         order = torch.randperm(len(x), generator=generator)
         assert torch.equal(linear(x[order]), got[order])
-    for row in (0, 7, 79):
+    for row in (0, 7, 39):
         assert torch.equal(linear(pad_rows(x[row : row + 1]))[0], got[row])
     assert linear(x[:0]).shape == (0, num_out)
 

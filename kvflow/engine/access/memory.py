@@ -1,11 +1,13 @@
 """PagedMemory: a rank's share of the KV cache in pages, and how its steps reach the others'."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from attrs import define, field
 
 from kvflow.comm import Background, Comm, Inline, Lane
 from kvflow.comm.blobs import all_gather_blobs
+from kvflow.engine.access.alone import AloneStep
 from kvflow.engine.access.counters import Counters, StepLog
 from kvflow.engine.access.facts import StepFacts
 from kvflow.engine.access.options import AccessOptions
@@ -13,6 +15,7 @@ from kvflow.engine.access.shard import PageShard
 from kvflow.engine.access.step import PagedStep
 from kvflow.engine.memory import StepRequest
 from kvflow.errors import LayoutError
+from kvflow.kernels.slots import SlotRows
 from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.executors.base import RankCache
 
@@ -31,6 +34,10 @@ class PagedMemory:
     """Of the last step opened."""
     _lane: Lane | None = field(init=False, default=None)
 
+    @cached_property
+    def _rows(self) -> dict[str, SlotRows]:
+        return {name: SlotRows(pages) for name, pages in self.cache.pages.items()}
+
     @property
     def workspace_nbytes(self) -> int:
         return self.counters.workspace_peak_nbytes
@@ -43,8 +50,12 @@ class PagedMemory:
     def totals(self) -> Mapping[str, float]:
         return self.counters.totals()
 
-    def open(self, requests: Sequence[StepRequest], write_only: frozenset[str]) -> PagedStep:
+    def open(
+        self, requests: Sequence[StepRequest], write_only: frozenset[str]
+    ) -> PagedStep | AloneStep:
         """A collective when first called."""
+        if self.comm.size == 1:
+            return AloneStep(StepFacts(self.layout, self.comm.rank, requests, 1), self._rows)
         if self._lane is None:
             self._lane = self._agree()
         self.log = StepLog()
