@@ -15,6 +15,7 @@ from kvflow.engine.sampling import Draws, Sampled, choose
 from kvflow.engine.spec.counters import SpecCounters
 from kvflow.engine.spec.draft import Drafter
 from kvflow.engine.spec.kept import Home, Kept, KeptStates
+from kvflow.engine.spec.passes import DraftPass, plan_passes
 from kvflow.engine.spec.pending import PendingStep
 from kvflow.engine.spec.rows import StepRows
 from kvflow.layouts.layout import KVLayout
@@ -26,14 +27,18 @@ from kvflow.transfers.executors.base import RankCache
 
 @frozen(eq=False)
 class StepPlan:
-    """Who computes what in a step, the same on all ranks: each item with the drafts that can be
-    tried, its share of the target model's pass, its home, and whether its hidden states are kept
-    for the next step."""
+    """What the host knows of a step before it. The same on all ranks: each item with the drafts
+    that can be tried, its share of the target model's pass, its home, and whether its hidden
+    states are kept for the next step. This rank's: the passes that draft, the rows of the target
+    model's pass, and how they become tokens."""
 
     items: tuple[StepItem, ...]
     requests: tuple[StepRequest, ...]
     homes: tuple[Home, ...]
     keeping: tuple[bool, ...]
+    passes: tuple[DraftPass, ...]
+    rows: StepRows
+    draws: Draws
 
 
 @define(eq=False)
@@ -81,7 +86,8 @@ class StepRunner:
         self.memory.forget(request_id)
 
     def plan(self, items: Sequence[StepItem]) -> StepPlan:
-        """Deals the items; those without a hidden state to draft from get no drafts."""
+        """Deals the items; those without a hidden state to draft from get no drafts. Raises
+        `ConfigError` for tokens outside the vocabulary."""
         able, requests, homes = [], [], []
         for item, queries in zip(items, self.deal(items), strict=True):
             home = queries.ranks[int(queries.sharding.owner(item.stop - 1))]
@@ -92,37 +98,44 @@ class StepRunner:
             able.append(msgspec.structs.replace(item, num_drafts=num_drafts))
             requests.append(StepRequest(item.request_id, item.start, stop, queries, item.tables))
             homes.append(home)
-        keeping = tuple(self._kept.wanted(item) for item in items)
-        return StepPlan(tuple(able), tuple(requests), tuple(homes), keeping)
+        rows = StepRows.of(able, requests, self.comm.rank)
+        given = [np.array([*item.tokens, item.next_token or 0]) for item in items]
+        self.model.check_tokens(np.concatenate(given) if given else [])
+        return StepPlan(
+            items=tuple(able),
+            requests=tuple(requests),
+            homes=tuple(homes),
+            keeping=tuple(self._kept.wanted(item) for item in items),
+            passes=plan_passes(able, homes, self.comm.rank),
+            rows=rows,
+            draws=Draws.of([(r.sampling, r.position + 1) for r in rows.sampled]),
+        )
 
     def _can_draft(self, item: StepItem, home: Home) -> bool:
         return self.model.mtp is not None and self._kept.can_draft(item, home)
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Drafts, computes, chooses tokens and stores KV; waits for none of it. Raises
-        `ConfigError` for given tokens outside the vocabulary."""
-        rows = StepRows.of(plan.items, plan.requests, self.comm.rank)
-        self.model.check_tokens(np.append(rows.given, rows.following))
-        draws = Draws.of([(r.sampling, r.position + 1) for r in rows.sampled])
-        tokens = rows.tokens(self.drafter.draft(plan.items, plan.homes, self._kept))
+        """Drafts, computes, chooses tokens and stores KV; waits for none of it."""
+        rows = plan.rows
+        tokens = rows.tokens(self.drafter.draft(plan.items, plan.passes, self._kept))
         mtp = frozenset(self.memory.layout.spec.select(part="mtp"))
         kv = self.memory.open(plan.requests, mtp)
         hidden = self.model.forward(tokens, rows.segments, kv, self.comm, self.tp)
         place = rows.sampled_rows
         ends = hidden.index_select(0, place)
         logits = self.model.logits(ends)
-        chosen = choose(logits, draws)
+        chosen = choose(logits, plan.draws)
         if mtp:
             followers = rows.followers(chosen.clamp(max=logits.shape[1] - 1))
             self.model.write_mtp(followers, hidden, rows.segments, kv)
-        self._keep(plan, rows, ends)
+        self._keep(plan, ends)
         own = tokens.index_select(0, place)
         return PendingStep.of(plan.items, rows.sampled, own, chosen, logits)
 
-    def _keep(self, plan: StepPlan, rows: StepRows, hidden: Tensor) -> None:
+    def _keep(self, plan: StepPlan, hidden: Tensor) -> None:
         """Keeps the sampled rows' hidden states of requests that may draft from them."""
         place: dict[int, int] = {}
-        for at, row in enumerate(rows.sampled):
+        for at, row in enumerate(plan.rows.sampled):
             place.setdefault(row.item_idx, at)
         for i, (item, home) in enumerate(zip(plan.items, plan.homes, strict=True)):
             if plan.keeping[i]:

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+TESTS = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(TESTS / "engine"), str(TESTS / "models")]

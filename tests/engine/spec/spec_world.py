@@ -29,8 +29,8 @@ class ScriptedDrafter(Drafter):
 
     script: Script
 
-    def draft(self, items, homes, kept):
-        drafts = super().draft(items, homes, kept)
+    def draft(self, items, passes, kept):
+        drafts = super().draft(items, passes, kept)
         for i, tokens in drafts.items():
             assert tokens.shape == (items[i].num_drafts,)
             name, stop = items[i].request_id, items[i].stop
