@@ -49,8 +49,9 @@ class SlotRows:
             return
         page, place = page_of(slots, self.pages.block_size), in_page(slots, self.pages.block_size)
         for start, stop, items in self._items if len(slots) else ():
-            part = rows[:, start:stop].contiguous().view(items.dtype)
-            items.index_put_((page, place), part)
+            # a single row counts as contiguous whatever its stride, which a view in words minds
+            part = rows[:, start:stop].clone(memory_format=torch.contiguous_format)
+            items.index_put_((page, place), part.view(items.dtype))
 
     @cached_property
     def _is_tiled(self) -> bool:
