@@ -64,8 +64,9 @@ def _link(
     for name in part.components:
         alike.setdefault(id(records[name]), []).append(name)
     for names in alike.values():
-        src = _pages(bound.src, part.src_group, names[0], src_rank)
-        dst = _pages(bound.dst, part.dst_group, names[0], dst_rank)
+        first, *_ = names
+        src = _pages(bound.src, part.src_group, first, src_rank)
+        dst = _pages(bound.dst, part.dst_group, first, dst_rank)
         num = len(names)
         ways = choose(costs, runs, src, dst, num, STRATEGIES)
         yield LinkCost(

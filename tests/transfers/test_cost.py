@@ -198,6 +198,20 @@ def test_prices_by_hand() -> None:
             assert three == (one if fixed else 3 * one)
 
 
+def test_descriptors_by_hand() -> None:
+    """Two pages of planes, a whole one and the half of another: a plane is a piece of its own."""
+    runs, at = slot_runs((0, 1, 4, 1, 4), (8, 1, 20, 1, 2)), pages(PLANES, 4)
+    by_hand = {"pages": 1 + 2, "strided": 4, "runs": 1 + 2, "stage": 2, "pack": 1}
+    for strategy, count in by_hand.items():
+        assert estimate(Costs(), strategy, runs, at, at).num_descriptors == count, strategy
+        three = estimate(Costs(), strategy, runs, at, at, 3).num_descriptors
+        assert three == (1 if strategy == "pack" else 3 * count)
+    copied = Costs(NONE, Rate(1, 0), 0)
+    assert estimate(copied, "stage", runs, at, at).seconds == 6 * 2
+    assert estimate(copied, "pack", runs, at, at).seconds == 2 * 6 * 2
+    assert Estimate(1.0, 2) + Estimate(3.0, 4) == Estimate(4.0, 6)
+
+
 def test_the_choice_follows_the_constants() -> None:
     runs, src, dst = slot_runs((0, 1, 0, 2, 4), (4, 1, 8, 2, 2)), pages(ROW, 4), pages(ROW, 8)
 
@@ -223,8 +237,10 @@ def test_what_no_strided_list_describes_goes_by_address() -> None:
     at = pages(tiled, 4)
     runs = slot_runs((0, 1, 5, 1, 3))
     assert any(p.tiles for p in tiled.pieces(4))
-    for strategy in ("pages", "strided", "runs"):
-        assert [way for way, _ in ways(strategy, runs, at, at)] == ["runs"]
+    plain = pages(Record(tiled.fields), 4)
+    for sides in ((at, at), (at, plain), (plain, at)):
+        for strategy in ("pages", "strided", "runs"):
+            assert [way for way, _ in ways(strategy, runs, *sides)] == ["runs"]
 
 
 def test_prediction_adds_up_over_links_and_names_what_coincides() -> None:
@@ -236,7 +252,8 @@ def test_prediction_adds_up_over_links_and_names_what_coincides() -> None:
     by_strategy, best = total(costs)
     for strategy in STRATEGIES:
         assert by_strategy[strategy].seconds >= best.seconds > 0
-    assert "strided" in costs[0].same_as("pages")  # no run is a whole page
+    assert costs[0].same_as("pages") == ("strided", "runs")  # no run is a whole page
+    assert costs[0].same_as("pack") == ()
     assert all(link.chosen for link in costs)
 
 
