@@ -101,7 +101,7 @@ class DecodeEngine:
             self._settle_step(batch, answers)
         self._group_gauges = by_rank([answer.gauges for answer in answers])
         self._group_totals = by_rank([answer.totals for answer in answers])
-        if items or self._state() != before:
+        if items or turn.forget or self._state() != before:
             self._report()
 
     def _patience(self) -> float | None:

@@ -158,7 +158,7 @@ class HiSparseMemory:
             "device_index_nbytes": float(nbytes.index_pages),
             "device_latent_nbytes": float(nbytes.latent_pool),
             "device_latent_cap_nbytes": float(nbytes.latent_pool if cap is None else cap),
-            "workspace_peak_nbytes": float(self.workspace_nbytes),
+            **self.access.gauges(),
         }
 
     @property
