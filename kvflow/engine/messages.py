@@ -62,14 +62,16 @@ class RunStep(Struct, frozen=True, tag=True):
 
 
 class StepDone(Struct, frozen=True, tag=True):
-    """From a prefill rank: the tokens it sampled, by request, and the step's seconds. `refused`
-    names requests whose loads did not hold what they should; they must be computed anew."""
+    """From a prefill rank: the tokens it sampled, by request, and the seconds it computed and the
+    seconds it copied, loaded and stored rows. `refused` names requests whose loads did not hold
+    what they should; they must be computed anew."""
 
     step_id: int
     rank: int
     sampled: dict[str, Sampled]
     seconds: float
     refused: list[str] = []
+    move_seconds: float = 0.0
 
 
 class AttachTier(Struct, frozen=True, tag=True):

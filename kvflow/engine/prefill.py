@@ -7,6 +7,7 @@ that nobody reads is released. Rows that were computed stay indexed until their 
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -60,6 +61,8 @@ class PrefillEngine:
     tiers: Tiers | None = None
     num_steps: int = field(init=False, default=0)
     model_seconds: float = field(init=False, default=0.0)
+    move_seconds: float = field(init=False, default=0.0)
+    schedule_seconds: float = field(init=False, default=0.0)
     kv: PrefillKV = field(init=False)
     _terms: Agreement = field(init=False)
     _waiting: deque[_Prefill] = field(init=False, factory=deque)
@@ -181,6 +184,7 @@ class PrefillEngine:
         """Starts the next step if none runs and there is something to compute."""
         if self._step:
             return
+        began = time.perf_counter()
         self._admit()
         shares = deal_budget([w.remaining for w in self._running], self.max_num_batched_tokens)
         self._step = [(self._running[index], count) for index, count in shares]
@@ -188,6 +192,7 @@ class PrefillEngine:
         if items:
             self.num_steps += 1
             self.send_step(RunStep(self.num_steps, items))
+        self.schedule_seconds += time.perf_counter() - began
 
     def _admit(self) -> None:
         while self._waiting and self._begin(self._waiting[0]):
@@ -229,6 +234,8 @@ class PrefillEngine:
             return
         answers, self._answers = self._answers, {}
         self.model_seconds += max(a.seconds for a in answers.values())
+        self.move_seconds += max(a.move_seconds for a in answers.values())
+        began = time.perf_counter()
         sampled = {k: s for a in answers.values() for k, s in a.sampled.items()}
         refused = {name for a in answers.values() for name in a.refused}
         step, self._step = self._step, []
@@ -241,6 +248,7 @@ class PrefillEngine:
                 self._refuse(work)
             else:
                 self._settle(work, sampled.get(name))
+        self.schedule_seconds += time.perf_counter() - began
         self._schedule()
 
     def _settle(self, work: _Prefill, sampled: Sampled | None) -> None:

@@ -93,9 +93,7 @@ class PrefillKV:
         tier know. Returns the first position that it must compute; None, and nothing is held, if
         there is no room."""
         match = self.cache.index.match(kv.chain, kv.length - 1)
-        load = None
-        if self.tiers is not None:
-            load = self.tiers.match(kv.chain, match.num_exact, kv.length - 1)
+        load = self._units_behind(kv, match.num_exact * kv.chain.block_size)
         if load is not None and load.stop > match.length:
             match = match.exact()
         else:
@@ -103,8 +101,8 @@ class PrefillKV:
         lease = self.cache.lease(match, kv.length)
         if lease is None:
             return None
-        if lease.length < match.length:
-            load = None  # it would leave a gap
+        if lease.length < match.length:  # what was to be loaded would leave a gap
+            load = self._units_behind(kv, lease.length)
         kv.lease, kv.sources, kv.load = lease, lease.sources, load
         kv.trail, kv.num_reused = Trail.behind(lease.nodes), {"device": lease.length}
         kv.is_short = match.is_short and lease.length == match.length
@@ -116,6 +114,13 @@ class PrefillKV:
             kv.is_short = load.stop - load.start < len(load.units) * kv.chain.block_size
         self._end_fetch(kv)
         return load.stop if load is not None else lease.length
+
+    def _units_behind(self, kv: RequestKV, length: int) -> UnitRows | None:
+        """The units that hold what follows the first `length` positions, if these end a block."""
+        first, beyond = divmod(length, kv.chain.block_size)
+        if self.tiers is None or beyond:
+            return None
+        return self.tiers.match(kv.chain, first, kv.length - 1)
 
     def moves(
         self, kv: RequestKV, start: int, stop: int

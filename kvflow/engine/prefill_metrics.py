@@ -25,7 +25,19 @@ def prefill_metrics(engine: PrefillEngine) -> list[Metric]:
         events["host"]["load_refused"] = kv.num_refused_loads
     return [
         _total("kvflow_prefill_steps", "Prefill steps begun.", [Sample(float(engine.num_steps))]),
-        _total("kvflow_prefill_model_seconds", "Time in steps.", [Sample(engine.model_seconds)]),
+        _total(
+            "kvflow_prefill_model_seconds", "Time ranks computed.", [Sample(engine.model_seconds)]
+        ),
+        _total(
+            "kvflow_prefill_move_seconds",
+            "Time ranks copied, loaded and stored rows of prefixes.",
+            [Sample(engine.move_seconds)],
+        ),
+        _total(
+            "kvflow_prefill_schedule_seconds",
+            "Time the front decided on steps and took their answers.",
+            [Sample(engine.schedule_seconds)],
+        ),
         Metric(
             "kvflow_prefill_requests",
             "Requests in the prefill engine.",

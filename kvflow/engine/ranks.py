@@ -57,11 +57,14 @@ def _run_step(
     began = time.perf_counter()
     rows.copy(step.items)
     refused = port.load(step.items) if port is not None else []
+    computing = time.perf_counter()
     sampled = {name: run[0] for name, run in runner.run(step.items).items()}
+    computed = time.perf_counter()
     if port is not None:
         port.store(step.items)
-    seconds = time.perf_counter() - began
-    return StepDone(step.step_id, runner.comm.rank, sampled, seconds, refused)
+    seconds = computed - computing
+    moving = time.perf_counter() - began - seconds
+    return StepDone(step.step_id, runner.comm.rank, sampled, seconds, refused, moving)
 
 
 def guarded(mailbox: Mailbox, serve: Callable[[], None]) -> None:

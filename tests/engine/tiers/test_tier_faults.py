@@ -161,3 +161,18 @@ async def test_fault_h01_rows_of_an_aborted_request_are_known_as_far_as_they_wer
     assert await ranks.serve("c", range(40)) == 6  # from the host: "b" took every block
     ranks.assert_idle()
     await ranks.close()
+
+
+@scenario
+async def test_a_hit_that_is_cut_for_want_of_room_goes_on_from_the_host():
+    """Three blocks of 8, all needed: there is no room for the source of a copy, so the 4 rows of an
+    open entry are loaded with what follows them; and where no unit begins there, computed."""
+    for unit, reused in ((4, {"device": 8, "host": 12}), (3, {"device": 8})):
+        ranks = SymbolicRanks(block=8, unit=unit, num_blocks=3, host_units=40)
+        await ranks.serve("a", range(23))
+        ranks.engine.kv.cache.index.clear()
+        await ranks.serve("b", range(13))
+        before = ranks.engine.kv.num_reused.copy()
+        assert await ranks.serve("c", range(23)) == sum(reused.values())
+        assert dict(ranks.engine.kv.num_reused - before) == reused
+        await ranks.close()
