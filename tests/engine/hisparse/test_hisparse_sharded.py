@@ -116,6 +116,22 @@ def test_shards_attend_as_pages_dealt_alike_do(case):
                 assert torch.equal(out, there[name]), (rank, step, name)
 
 
+def test_layers_that_attend_in_several_calls_keep_their_rows_apart():
+    """Eight queries, four a call; the second call's rows take places of the first one's."""
+    options, steps = evolve(OPTIONS, workspace_tokens=250), [[("a", 0, 32, (0,))]]
+    steps.append([("a", 32, 8, (0,))])
+    wanted, found = (Group(placement_of(2, 2, 1), 2) for _ in range(2))
+    hot = found.hisparse(HiSparseSizes(4, 1, 8), options)
+    pairs = zip(
+        wanted.run(wanted.paged(options), steps, 4),
+        found.run(hot, steps, 4, lambda memory: memory.counters["evictions"]),
+        strict=True,
+    )
+    for (pages, _), (rows, evictions) in pairs:
+        assert all(torch.equal(out, rows[1][name]) for name, out in pages[1].items())
+        assert evictions > 0
+
+
 def test_each_rank_fetches_rows_of_its_own_alone():
     """30 positions over 2 ranks, 8 of them chosen a query: what the ranks resolve adds up, and rows
     of one rank's shard go nowhere else."""
