@@ -74,7 +74,13 @@ class StepFacts:
     @cached_property
     def num_queries(self) -> tuple[tuple[int, ...], ...]:
         """By rank and request."""
-        return tuple(tuple(map(len, self.positions(r))) for r in range(self.size))
+        counts = np.zeros((self.size, len(self.requests)), np.int64)
+        for i, r in enumerate(self.requests):
+            sharding = r.queries.sharding
+            each = sharding.local_len(r.stop, np.arange(sharding.num_shards))
+            for ranks, num in zip(r.queries.ranks, each.tolist(), strict=True):
+                counts[list(ranks), i] = num
+        return tuple(map(tuple, counts.tolist()))
 
     @cached_property
     def counts(self) -> StepCounts:
@@ -103,7 +109,12 @@ class StepFacts:
 
     def local_len(self, request: int, shard: int) -> int:
         """Positions of a request, new ones included, that a shard holds."""
-        return int(self.placement.sharding.local_len(self.requests[request].stop, shard))
+        return self._local_lens[request][shard]
+
+    @cached_property
+    def _local_lens(self) -> tuple[tuple[int, ...], ...]:
+        sharding, shards = self.placement.sharding, np.arange(self.num_shards)
+        return tuple(tuple(sharding.local_len(r.stop, shards).tolist()) for r in self.requests)
 
     def fresh_schedule(self) -> GatherSchedule:
         """How the new rows of all ranks come together on every rank."""

@@ -28,7 +28,7 @@ def check(world, steps):
 
 
 @pytest.mark.parametrize(("attention", "index"), WAYS)
-@pytest.mark.parametrize(("pcp", "dcp", "tokens"), [(2, 2, 1 << 18), (4, 2, 120)])
+@pytest.mark.parametrize(("pcp", "dcp", "tokens"), [(2, 2, 1 << 18), (4, 2, 400)])
 def test_steps_equal_one_rank(pcp, dcp, attention, index, tokens):
-    options = AccessOptions(attention, index, tokens, overlap=tokens == 120)
+    options = AccessOptions(attention, index, tokens, overlap=tokens == 400)
     check(World(pcp, dcp, 3, options=options), STEPS)

@@ -8,7 +8,7 @@ from raw_world import TOPK, Part, Raw, alone, oracle
 
 from kvflow.engine.access import AccessOptions
 
-EXAMPLES = max(25, settings.default.max_examples // 2)
+EXAMPLES = max(20, settings.default.max_examples // 3)
 
 
 def check(world, steps):
