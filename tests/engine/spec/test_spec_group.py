@@ -83,6 +83,8 @@ def script_for(requests):
     ("size", "dcp", "interleave", "block"), [(2, 1, 1, 4), (2, 2, 1, 4), (3, 3, 2, 5)]
 )
 def test_tokens_and_kv_of_a_group(size, dcp, interleave, block):
+    """Parts of prompts, steps of one token and steps with drafts, alone and mixed (faults B03 and
+    B06): every rank makes the same collectives."""
     homes = {"a": 1, "b": 0, "c": 1}
     group = Group(size, dcp, interleave, block, REQUESTS, script_for(REQUESTS), homes.get)
     traces = [[] for _ in range(size)]
