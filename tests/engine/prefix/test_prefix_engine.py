@@ -14,7 +14,7 @@ from prefix_world import (
     rounds,
 )
 
-EXAMPLES = max(8, settings.default.max_examples // 20)
+EXAMPLES = max(4, settings.default.max_examples // 20)
 
 
 @given(launches(), prompt_families())

@@ -22,7 +22,7 @@ from prefix_world import (
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.tiers.memory import unit_nbytes
 
-EXAMPLES = max(8, settings.default.max_examples // 20)
+EXAMPLES = max(4, settings.default.max_examples // 20)
 
 
 def host_nbytes(kv_dtype, block, num_units):
@@ -41,7 +41,7 @@ def tiered(draw):
     return evolve(launch, prefix=PrefixConfig(block_size=block, host_nbytes=size)), units
 
 
-@given(tiered(), prompt_families())
+@given(tiered(), prompt_families(num=3))
 @settings(max_examples=EXAMPLES)
 def test_tokens_rows_and_hits_through_the_host_tier(drawn, prompts):
     launch, units = drawn
@@ -102,7 +102,7 @@ async def settled(deployment):
     deployment.prefill.audit()
 
 
-@given(launches(prefill_kv_tokens=48), prompt_families())
+@given(launches(prefill_kv_tokens=48), prompt_families(num=3))
 @settings(max_examples=EXAMPLES)
 def test_tokens_rows_and_hits_through_the_disk_tier(launch, prompts):
     """A tier of files behind small pools; then another engine, of one rank and other blocks, that
