@@ -33,6 +33,7 @@ from kvflow.transfers.executors.nixl_wire import pack_runs
 from kvflow.transfers.lower import BoundPlan, PageGeometry, SlotRuns, descriptors
 from kvflow.transfers.planner import plan_transfer
 from kvflow.transfers.predict import predict, total
+from kvflow.transfers.slot_cuts import take_runs
 
 ROW = Record((Field("x", "uint8", 10),))
 PLANES = index_record("fp8", index_dim=4)
@@ -97,6 +98,11 @@ def test_planar_pages_are_one_piece_as_pages_and_two_as_rows() -> None:
     assert num_descriptors("pages", runs, at, at) == 2
     assert num_descriptors("runs", runs, at, at) == 2
     assert num_descriptors("strided", runs, at, at) == 4
+
+
+def test_runs_of_unequal_length_merge_where_they_meet() -> None:
+    runs, at = slot_runs((0, 1, 0, 1, 3), (3, 1, 3, 1, 1), (4, 1, 4, 1, 2)), pages(ROW, 8)
+    assert num_descriptors("runs", runs, at, at) == 1
 
 
 def test_neighbouring_pages_merge_unless_there_is_a_gap() -> None:
@@ -230,6 +236,14 @@ def test_whole_pages_go_as_pages_and_the_tail_its_own_way() -> None:
     assert [(way, r.num_tokens) for way, r in chosen] == [("pages", 4), ("strided", 2)]
     assert [way for way, _ in ways("pages", runs, at, at)] == ["pages", "strided"]
     assert ways("stage", runs, at, at)[0][1] is runs
+    dear = Costs(Rate(1, 0), NONE, 0)  # items on the wire: one page is less than two rows
+    apart = slot_runs((0, 1, 4, 1, 4), (4, 2, 12, 1, 2))
+    assert [way for way, _ in choose(dear, apart, at, at, 1, STRATEGIES)] == ["pages", "stage"]
+    only = slot_runs((0, 1, 4, 1, 4))
+    assert [way for way, _ in choose(dear, only, at, at, 1, STRATEGIES)] == ["pages"]
+    assert choose(dear, slot_runs((0, 1, 0, 1, 1)), pages(ROW, 8), at, 1, ["stage"])
+    none = take_runs(only, np.zeros(1, bool))
+    assert choose(dear, none, at, at, 1, STRATEGIES) == []
 
 
 def test_what_no_strided_list_describes_goes_by_address() -> None:
