@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 from attrs import define, evolve, field
 
 from kvflow.comm import Comm
@@ -15,7 +14,7 @@ from kvflow.engine.hisparse.pool import Allocate, LatentPool, zeros
 from kvflow.engine.hisparse.reads import Reads, plan_reads
 from kvflow.engine.hisparse.request import RequestRows
 from kvflow.engine.hisparse.shard import HiSparseShard
-from kvflow.engine.hisparse.shared import BlockCopy, written_entries
+from kvflow.engine.hisparse.shared import BlockCopy, Holders
 from kvflow.engine.hisparse.sizes import HiSparseSizes
 from kvflow.engine.hisparse.step import HiSparseStep
 from kvflow.engine.hisparse.tail import CLEAN, DIRTY
@@ -38,11 +37,13 @@ class HiSparseMemory:
     _reads: dict[tuple[str, ...], list[Reads]] = field(init=False, factory=dict)
     _requests: dict[str, RequestRows] = field(init=False, factory=dict)
     _seats: list[int] = field(init=False)
+    _holders: Holders = field(init=False)
     _group: dict[str, tuple[str, ...]] = field(init=False)
     _gone: dict[str, float] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._seats = list(range(self.pool.sizes.max_requests))[::-1]
+        self._holders = Holders(self.pool.num_blocks)
         self._group = {name: group for group in self.pool.groups for name in group}
         self._gone = dict.fromkeys(("hits", "misses", "evictions"), 0.0)
 
@@ -84,7 +85,8 @@ class HiSparseMemory:
         return self._group[component]
 
     def open(self, requests: Sequence[StepRequest], write_only: frozenset[str]) -> HiSparseStep:
-        """Raises `CapacityError` for a new request when all seats are taken."""
+        """Raises `CapacityError` for a new request when all seats are taken, `KvflowError` for one
+        that would write into a block of another request that has a seat."""
         self._settle_reads()
         facts = StepFacts(self.layout, self.comm.rank, requests, self.comm.size)
         shard = HiSparseShard(facts, self, [self._seated(r) for r in requests])
@@ -92,31 +94,20 @@ class HiSparseMemory:
         return HiSparseStep(facts, shard, self.comm, options, self.access, write_only)
 
     def _seated(self, request: StepRequest) -> RequestRows:
+        name, held = request.request_id, self._requests.get(request.request_id)
+        if held is None and not self._seats:
+            raise CapacityError(
+                f"request {name!r} needs a seat, all {self.pool.sizes.max_requests} "
+                f"(max_requests) are taken"
+            )
         binding = Binding.of(self.layout, request.tables, self.pool.num_blocks, request.stop)
-        self._check_exclusive(request, binding)
-        held = self._requests.get(request.request_id)
+        self._holders.change(held.binding if held else None, binding)
         if held is None:
-            if not self._seats:
-                raise CapacityError(
-                    f"request {request.request_id!r} needs a seat, all "
-                    f"{self.pool.sizes.max_requests} (max_requests) are taken"
-                )
             held = RequestRows(self._seats.pop(), self.pool, binding)
-            self._requests[request.request_id] = held
+            self._requests[name] = held
         held.binding = binding
+        self._holders.check_exclusive(name, binding, request.start, request.stop)
         return held
-
-    def _check_exclusive(self, request: StepRequest, binding: Binding) -> None:
-        for group, table in binding.tables.items():
-            entries = written_entries(self.layout, group, request.start, request.stop)
-            mine = table[entries]
-            for other, held in self._requests.items():
-                both = mine[np.isin(mine, held.binding.tables[group])]
-                if other != request.request_id and len(both):
-                    raise KvflowError(
-                        f"request {request.request_id!r} writes block {int(both[0])} of group "
-                        f"{group!r}, which request {other!r} holds too: copy it first (plan_copies)"
-                    )
 
     def forget(self, request_id: str) -> None:
         """The request has left; rows that the host has not are lost (see `flush`). A request that
@@ -124,6 +115,7 @@ class HiSparseMemory:
         held = self._requests.pop(request_id, None)
         if held is not None:
             _add(self._gone, held)
+            self._holders.change(held.binding, None)
             held.discard()
             self._seats.append(held.seat)
 

@@ -4,12 +4,13 @@ Which blocks are shared, and which are free, the engine knows, once for all rank
 copies and every rank carries them out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import define, field, frozen
 
-from kvflow.layouts.layout import KVLayout
+from kvflow.errors import KvflowError
+from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.paging import page_of
 from kvflow.layouts.sharding import Ints
 
@@ -57,3 +58,36 @@ def plan_copies(
                 copies.append(BlockCopy(group.name, table[entry], fresh))
                 table[entry] = fresh
     return copies
+
+
+@define(eq=False)
+class Holders:
+    """How many requests with a seat hold each block of each group."""
+
+    num_blocks: Mapping[str, int]
+    _counts: dict[str, Ints] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._counts = {name: np.zeros(n, np.int64) for name, n in self.num_blocks.items()}
+
+    def change(self, before: Binding | None, after: Binding | None) -> None:
+        """A request's tables, of which None is none, are others from now on."""
+        for tables, by in ((before, -1), (after, 1)):
+            if tables is not None:
+                for group, count in self._counts.items():
+                    count[tables.tables[group]] += by
+
+    def check_exclusive(self, request_id: str, binding: Binding, start: int, stop: int) -> None:
+        """Raises `KvflowError` if a request, known by its tables, would write positions
+        [start, stop) into a block that another one holds too."""
+        entries: dict[int, Ints] = {}
+        for group, count in self._counts.items():
+            size = binding.layout.group(group).paging.block_size
+            if size not in entries:
+                entries[size] = written_entries(binding.layout, group, start, stop)
+            mine = binding.tables[group][entries[size]]
+            if len(shared := mine[count[mine] > 1]):
+                raise KvflowError(
+                    f"request {request_id!r} writes block {int(shared[0])} of group {group!r}, "
+                    f"which another request holds too: copy it first (plan_copies)"
+                )
