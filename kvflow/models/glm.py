@@ -122,7 +122,7 @@ class Glm:
         )
         return cls.build(config, weights, spec, experts, heads)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(
         self,
         tokens: Tensor,
@@ -146,12 +146,12 @@ class Glm:
             x, selection = self._layer(layer, x, selection, step, comm)
         return rms_norm(x, self.final_norm, self.config.rms_norm_eps)[: len(tokens)]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden ``[m, hidden] -> [m, vocab]``."""
         return self.head(pad_rows(hidden))[: len(hidden)]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def write_mtp(
         self, next_tokens: Tensor, hidden: Tensor, segments: Sequence[Segment], kv: KVStep
     ) -> None:
@@ -165,7 +165,7 @@ class Glm:
         self._publish(mtp.layer, self._inputs(mtp.layer, x), step)
         self._release(mtp.layer, kv)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def mtp_forward(
         self,
         next_tokens: Tensor,

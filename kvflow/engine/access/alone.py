@@ -50,9 +50,10 @@ class AloneStep:
         self._places = {g.name: self._of_group(g) for g in self.facts.layout.groups}
 
     def _of_group(self, group: CacheGroup) -> _Places:
-        context, new = [], []
+        context, new, sharding = [], [], self.facts.placement.sharding
         for r in self.facts.requests:
-            slots = slots_of(group.paging, r.tables[group.name], np.arange(r.stop))
+            local = sharding.local(np.arange(r.stop))
+            slots = slots_of(group.paging, r.tables[group.name], local)
             context.append(slots)
             new.append(slots[r.start :])
         every, fresh = joined(context), joined(new)

@@ -44,7 +44,7 @@ class PagedMemory:
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        return {"workspace_peak_nbytes": float(self.workspace_nbytes)}
+        return self.counters.gauges()
 
     @property
     def totals(self) -> Mapping[str, float]:
@@ -54,7 +54,7 @@ class PagedMemory:
         self, requests: Sequence[StepRequest], write_only: frozenset[str]
     ) -> PagedStep | AloneStep:
         """A collective when first called."""
-        if self.comm.size == 1:
+        if self.comm.size == 1 and self.layout.placement.sharding.num_shards == 1:
             return AloneStep(StepFacts(self.layout, self.comm.rank, requests, 1), self._rows)
         if self._lane is None:
             self._lane = self._agree()
