@@ -63,13 +63,15 @@ class PrefillKV:
     config: PrefixConfig
     tiers: Tiers | None = None
     cache: PrefixCache = field(init=False)
-    num_reused: "Counter[str]" = field(init=False, factory=Counter)
+    num_reused: "Counter[str]" = field(init=False)
     num_short_hits: int = field(init=False, default=0)
     num_refused_loads: int = field(init=False, default=0)
     _hasher: PrefixHasher = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.cache = PrefixCache(self.layout, self.num_blocks)
+        tiers = self.tiers.units() if self.tiers is not None else ()
+        self.num_reused = Counter(dict.fromkeys(("device", *tiers), 0))
         self._hasher = PrefixHasher(
             ContentIdentity.of(self.layout.spec).fingerprint,
             self.config.unit_size(self.layout),

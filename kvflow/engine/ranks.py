@@ -35,8 +35,6 @@ def serve_prefill(
         for message in mailbox.receive(None):
             match message:
                 case Shutdown():
-                    if port is not None:
-                        port.close()
                     return
                 case AttachTier():
                     port = UnitPort.attach(memory.layout, memory.cache, num_blocks, message)

@@ -37,7 +37,7 @@ class RowCopier:
                     RankLocal().execute(BoundPlan(plan, source, target), here, here)
 
 
-@lru_cache(256)
+@lru_cache(64)
 def _own_rows(layout: KVLayout, rank: int, group: str, start: int, stop: int) -> Plan:
     """From one table to another of the same cache: each shard from one rank, this one's from the
     rank itself."""

@@ -53,14 +53,15 @@ def units_that_fit(spec: KVCacheSpec, unit_size: int, nbytes: int) -> int:
 
 @frozen(eq=False)
 class UnitMemory:
-    """Units in memory that several processes map. `name` opens it elsewhere while `fd` is open
-    here; `units` uint8 [num_units, unit bytes] and `labels` uint8 [num_units, 32] are views."""
+    """Units in memory that several processes map. `name` opens it elsewhere while `fd` is open, in
+    the process that has created it; `units` uint8 [num_units, unit bytes] and `labels` uint8
+    [num_units, 32] are views."""
 
     spec: KVCacheSpec
     unit_size: int
     num_units: int
     name: str
-    fd: int
+    fd: int | None
     labels: npt.NDArray[np.uint8]
     units: torch.Tensor
     cache: RankCache
@@ -72,7 +73,7 @@ class UnitMemory:
         num_units = units_that_fit(spec, unit_size, nbytes)
         fd = os.memfd_create("kvflow-host-tier", os.MFD_CLOEXEC)
         os.ftruncate(fd, _mapping_nbytes(spec, unit_size, num_units))
-        return cls._map(spec, unit_size, num_units, f"/proc/{os.getpid()}/fd/{fd}", fd)
+        return cls._map(spec, unit_size, num_units, f"/proc/{os.getpid()}/fd/{fd}", fd, fd)
 
     @classmethod
     def attach(cls, name: str, spec: KVCacheSpec, unit_size: int, num_units: int) -> "UnitMemory":
@@ -82,18 +83,26 @@ class UnitMemory:
             fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise TransferError(f"the host tier {name} cannot be opened: {error}") from error
-        actual, need = os.fstat(fd).st_size, _mapping_nbytes(spec, unit_size, num_units)
-        if actual != need:
-            os.close(fd)
-            raise TransferError(
-                f"the host tier {name} has {actual} bytes, {num_units} units of {unit_size} tokens "
-                f"need {need}: the two sides describe different rows"
-            )
-        return cls._map(spec, unit_size, num_units, name, fd)
+        try:
+            actual, need = os.fstat(fd).st_size, _mapping_nbytes(spec, unit_size, num_units)
+            if actual != need:
+                raise TransferError(
+                    f"the host tier {name} has {actual} bytes, {num_units} units of {unit_size} "
+                    f"tokens need {need}: the two sides describe different rows"
+                )
+            return cls._map(spec, unit_size, num_units, name, fd, None)
+        finally:
+            os.close(fd)  # the mapping does without
 
     @classmethod
     def _map(
-        cls, spec: KVCacheSpec, unit_size: int, num_units: int, name: str, fd: int
+        cls,
+        spec: KVCacheSpec,
+        unit_size: int,
+        num_units: int,
+        name: str,
+        fd: int,
+        kept: int | None,
     ) -> "UnitMemory":
         whole = torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
         start, one = _units_start(num_units), unit_nbytes(spec, unit_size)
@@ -105,7 +114,7 @@ class UnitMemory:
             pages[component.name] = PageView(payload, record, unit_size, one, at, num_units)
             at += record.page_pitch(unit_size)
         units = payload.view(num_units, one)
-        return cls(spec, unit_size, num_units, name, fd, labels, units, RankCache(0, pages))
+        return cls(spec, unit_size, num_units, name, kept, labels, units, RankCache(0, pages))
 
     def label(self, unit: int) -> bytes:
         """What lies in a unit, by its writer's word."""
@@ -116,8 +125,10 @@ class UnitMemory:
         self.labels[unit] = np.frombuffer(label or bytes(LABEL_NBYTES), np.uint8)
 
     def close(self) -> None:
-        """Nobody can attach by this descriptor any more; the memory goes with its last user."""
-        os.close(self.fd)
+        """Nobody can attach any more, if this is its creator; the memory goes with its last
+        user."""
+        if self.fd is not None:
+            os.close(self.fd)
 
 
 def _units_start(num_units: int) -> int:

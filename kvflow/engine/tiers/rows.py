@@ -77,10 +77,7 @@ class UnitPort:
             Binding.of(self.layout, tables, self.num_blocks, rows.stop),
         )
 
-    def close(self) -> None:
-        self.units.close()
 
-
-@lru_cache(256)
+@lru_cache(16)
 def _plan(src: KVLayout, dst: KVLayout, start: int, stop: int) -> Plan:
     return plan_transfer(src, dst, (start, stop))
