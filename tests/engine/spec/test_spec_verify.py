@@ -11,6 +11,7 @@ from spec_world import VOCAB, layout_of, one_rank
 
 from kvflow.engine.api import SamplingParams
 from kvflow.engine.messages import StepItem
+from kvflow.engine.sampling import Sampled
 from kvflow.engine.spec.counters import SpecCounters
 from kvflow.errors import KvflowError
 
@@ -169,3 +170,16 @@ def test_logits_that_are_no_numbers_are_an_error():
     object.__setattr__(runner, "model", nan)
     with pytest.raises(KvflowError, match="'x': the logits at position 5 hold NaN"):
         runner.run([StepItem("x", 0, PROMPT, None, table(runner, 20), GREEDY)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_token_is_drawn_for_its_own_position(seed):
+    """The uniform number is that of (seed, the token's position): the prompt's length."""
+    sampling = SamplingParams(9, 2.0, 1.0, seed, ignore_eos=True)
+    runner = runner_for(len(PROMPT))
+    run = runner.run([StepItem("x", 0, PROMPT, None, table(runner, len(PROMPT)), sampling)])["x"]
+    mass = np.cumsum(np.sort(exact_probs(PROMPT, sampling))[::-1])
+    order = np.argsort(-exact_probs(PROMPT, sampling), kind="stable")
+    philox = np.random.Philox(key=np.array([seed, len(PROMPT)], np.uint64))
+    place = int(np.searchsorted(mass, np.random.Generator(philox).random(), side="right"))
+    assert run == [Sampled(int(order[place]), len(PROMPT))]
