@@ -7,7 +7,8 @@ compares it with the log of a step), is run against a link of so many bytes a se
 that take so long. Collectives of the computing thread (new rows, positions) go first: what is
 fetched in the background stands still meanwhile. Times to start a collective are not modelled.
 
-Layers take what a roofline of one H200 says, which no kernel beats: so a real step hides more.
+Layers take what a roofline of one H200 says, which no kernel with bf16 products beats: so a real
+step hides more.
 """
 
 import argparse

@@ -19,7 +19,7 @@ def _ticks(low: float, high: float, base: int) -> list[float]:
 def _power(value: float) -> str:
     """1000000 -> 1M, 0.01 -> 0.01."""
     for size, unit in ((1 << 20, "Mi"), (1 << 10, "Ki")):
-        if value >= size and value % size == 0:
+        if value >= size and math.log2(value).is_integer():
             return f"{value / size:g}{unit}"
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:

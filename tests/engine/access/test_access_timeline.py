@@ -125,6 +125,7 @@ def test_fetches_follow_one_another_on_a_link():
     assert replay(events, {"a": 20, "b": 40}, {"x": 3}, 10).fetches == 3
     assert replay(events[:2] + events[3:], {"a": 20, "b": 40}, {"x": 3}, 10).fetches == 6
     assert replay(events, {"a": 20, "b": 40}, {"x": 60}, 10).fetches == 0
+    assert replay([Issue("a"), Issue("b"), Wait("b")], {"a": 20, "b": 40}, {}, 10).fetches == 6
 
 
 def test_own_collectives_are_made_where_the_step_makes_them():
