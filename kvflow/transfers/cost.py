@@ -134,7 +134,7 @@ def estimate_way(
     runs: SlotRuns,
     src: PageGeometry,
     dst: PageGeometry,
-    num_components: int = 1,
+    num_components: int,
 ) -> Estimate:
     """Of runs that all go one way."""
     payload, n = runs.num_tokens * src.record.row_nbytes(runs.src_heads), num_components

@@ -1,5 +1,7 @@
 """Paging: slots, block-table sizes, and the two slot types that never stand for each other."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +22,8 @@ from kvflow.layouts.paging import (
     in_page,
     kernel_slots,
     num_entries,
+    num_full_entries,
+    open_spans,
     page_of,
     slots_of,
     to_global_slot,
@@ -199,3 +203,26 @@ def test_fault_f10_logical_and_kernel_blocks_of_another_size_map_one_to_one() ->
     slots = slots_of(Paged(64), kernel, t)
     assert slots.tolist() == slots_of(Paged(640), table, t).tolist()
     assert len(set(slots.tolist())) == 1280
+
+
+@given(token_ranges(), st.integers(1, 5), st.data())
+def test_entries_that_are_full_and_positions_in_those_that_are_not(
+    tokens: tuple[int, int], size: int, data: st.DataObject
+) -> None:
+    """Against the tokens of each shard, written down one by one."""
+    placement = data.draw(placements(tokens))
+    length = data.draw(st.integers(*tokens))
+    hands = deal(placement.sharding, length)
+    full = min(len(hand) for hand in hands) // size
+    assert num_full_entries(placement, Paged(size), length) == full
+    free = {t for hand in hands for at, t in enumerate(hand) if at // size >= full}
+    spans = open_spans(placement, Paged(size), length)
+    assert [t for a, b in spans for t in range(a, b)] == sorted(free)
+    assert all(a < b for a, b in spans)
+    assert all(b < a for (_, b), (a, _) in pairwise(spans))
+
+
+def test_open_spans_by_hand() -> None:
+    dealt = Placement.simple(RoundRobin(4, 16))
+    spans = [open_spans(dealt, Paged(4), length) for length in (0, 1, 52, 64, 70)]
+    assert spans == [[], [(0, 1)], [(4, 16), (20, 32), (36, 48)], [], [(64, 70)]]
