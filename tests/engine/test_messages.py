@@ -70,7 +70,14 @@ values = st.dictionaries(names, st.integers(0, 2**40) | names | st.lists(names),
 to_rank = st.one_of(
     st.builds(RunStep, st.integers(0, 2**40), st.lists(items, max_size=3)),
     st.builds(Connect, values, counts, st.dictionaries(st.integers(0, 99), st.binary(max_size=9))),
-    st.builds(Admit, names, st.lists(st.integers(0, 2**31), max_size=4), st.integers(0, 2**31), sampling, sources),
+    st.builds(
+        Admit,
+        names,
+        st.lists(st.integers(0, 2**31), max_size=4),
+        st.integers(0, 2**31),
+        sampling,
+        sources,
+    ),
     st.builds(Abort, names),
     st.just(Shutdown()),
 )
