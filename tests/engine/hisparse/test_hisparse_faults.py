@@ -107,7 +107,7 @@ def test_fault_g03_admission_counts_the_host_pool():
         check_admission(memory.layout, memory.pool.num_blocks, 513)
     with pytest.raises(CapacityError, match="device pool of index pages, it has 2"):
         check_admission(memory.layout, memory.pool.num_blocks | {"indexer": 2}, 33)
-    out = bare_step(memory, [request_of("a", 0, 300, Blocks(memory).take(300))], 16, 0)
+    out = bare_step(memory, [request_of("a", 299, 1, Blocks(memory).take(300))], 16, 0)
     assert all(torch.isfinite(o).all() for o in out.values())
 
 
