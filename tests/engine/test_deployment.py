@@ -21,6 +21,7 @@ from engine_world import (
 )
 
 from kvflow.engine.api import InvalidRequest, Overloaded
+from kvflow.engine.decode.worker import DecodeWorker
 from kvflow.engine.messages import Admit, Source, TransferEnded
 from kvflow.errors import KvflowError
 
@@ -305,8 +306,12 @@ def test_overload_is_said_and_passes():
 
 
 @pytest.mark.parametrize("rank", ["prefill-0", "prefill-1", "decode-0"])
-def test_a_rank_that_raises_fails_every_request_and_the_health(rank):
-    """Its cache loses a component: the next step on it raises."""
+def test_a_rank_that_raises_fails_every_request_and_the_health(rank, monkeypatch):
+    """The next step on it raises: a prefill rank's cache loses a component, a decode rank's hand
+    fails."""
+
+    def fail(worker, items):
+        raise KvflowError("this step fails")
 
     async def run():
         ranks = Ranks()
@@ -314,7 +319,10 @@ def test_a_rank_that_raises_fails_every_request_and_the_health(rank):
             generator = deployment.generate(request("a", IDS, greedy(100)))
             await anext(generator)
             await anext(generator)
-            ranks.caches[rank].pages.pop("latent.2")
+            if rank.startswith("decode"):
+                monkeypatch.setattr(DecodeWorker, "step", fail)
+            else:
+                ranks.caches[rank].pages.pop("latent.2")
             others = [collect(deployment, request(f"r{i}", IDS)) for i in range(2)]
             results = await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 20)
             assert all(isinstance(r, KvflowError) for r in results), results

@@ -52,14 +52,20 @@ class StepCounts:
         """The share of a context that lies on other ranks of a replica."""
         return 1 - 1 / self.num_shards
 
-    def union(self, topk: int) -> float:
-        """Cached rows that the ranks' queries choose, each once a rank, if every query chose its
-        topk independently: ``start * (1 - (1 - topk / context)^queries)``."""
-        total = 0.0
+    def union(self, topk: int, part: int | None = None) -> float:
+        """Cached rows that the ranks' queries choose, each once a rank and part of `part` queries
+        (None: all of them), if every query chose its topk independently: a part with n queries of
+        a request chooses ``start * (1 - (1 - topk / context)^n)`` of its rows."""
+        total, size = 0.0, part or max(1, self.most_queries)
         for counts in self.num_queries:
+            room = size
             for start, stop, num in zip(self.starts, self.stops, counts, strict=True):
                 share = min(1.0, topk / max(stop, 1))
-                total += start * (1 - (1 - share) ** num)
+                while num:
+                    count = min(num, room)
+                    total += start * (1 - (1 - share) ** count)
+                    num -= count
+                    room = room - count or size
         return total
 
     def scored(self, topk: int) -> tuple[float, float]:
@@ -107,13 +113,16 @@ class AttentionShape:
         part = self.union_part(workspace_tokens)
         return part, -(-most // part)
 
-    def nbytes(self, way: AttentionWay, step: StepCounts) -> float:
-        """On the wire, all ranks together."""
+    def nbytes(
+        self, way: AttentionWay, step: StepCounts, workspace_tokens: int | None = None
+    ) -> float:
+        """On the wire, all ranks together; in parts where a union exceeds a workspace."""
         lists = INDEX_NBYTES * step.elsewhere / self.layers_per_choice
         if way == "whole":
             return float((step.num_ranks - 1) * step.num_cached * self.row_nbytes)
         if way == "union":
-            return step.union(self.topk) * (self.row_nbytes * step.elsewhere + lists)
+            part = self.union_parts(step, workspace_tokens)[0] if workspace_tokens else None
+            return step.union(self.topk, part) * (self.row_nbytes * step.elsewhere + lists)
         chosen = min(self.topk, max(step.stops, default=0))
         return self.total_moved(step) + step.total_queries * chosen * lists
 
@@ -188,7 +197,7 @@ def choose_attention(
     return cheapest(
         {
             way: price(
-                shape.nbytes(way, step),
+                shape.nbytes(way, step, workspace_tokens),
                 shape.num_collectives(way, step, workspace_tokens),
                 step.num_ranks,
             )
