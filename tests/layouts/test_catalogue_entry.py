@@ -4,10 +4,17 @@ from attrs import astuple, evolve
 
 from kvflow.layouts.catalogue import Shape, entry
 from kvflow.layouts.catalogue.vllm_host import resident_groups
+from kvflow.layouts.spec import GLM_5_3, KVCacheSpec
 
 
 def test_a_shape_is_small_and_its_rows_are_those_of_glm():
     assert astuple(Shape()) == (2, 3, 32, 2, 32, "bfloat16", 512, 64, 128, None, 2, 1, 0)
+
+
+def test_the_layers_of_glm_that_own_an_indexer_are_those_of_its_config():
+    spec = KVCacheSpec.from_config(GLM_5_3)
+    owners = tuple(spec[name].layer_id for name in spec.select(kind="indexer"))
+    assert entry("vllm.hisparse_device").golden.shape.full_layers == owners
 
 
 def test_an_entry_prints_alike_in_any_process():

@@ -226,3 +226,5 @@ def test_open_spans_by_hand() -> None:
     dealt = Placement.simple(RoundRobin(4, 16))
     spans = [open_spans(dealt, Paged(4), length) for length in (0, 1, 52, 64, 70)]
     assert spans == [[], [(0, 1)], [(4, 16), (20, 32), (36, 48)], [], [(64, 70)]]
+    pairs = Placement.simple(RoundRobin(2, 2))  # 0 1 4 5 and 2 3 6 7: one token of each is behind
+    assert open_spans(pairs, Paged(3), 8) == [(5, 6), (7, 8)]

@@ -15,7 +15,7 @@ GLM = Shape(
     num_layers=79,
     num_blocks=1000,
     block_size=64,
-    full_layers=(0, 1, *range(2, 78, 4), 78),
+    full_layers=(0, 1, *(2 + 4 * i for i in range(20))),
 )
 
 LAYOUT = "vllm/v1/kv_cache_layout.py and vllm/v1/kv_cache_interface.py (compute_layout_strides)"
