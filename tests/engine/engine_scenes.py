@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from engine_world import config, one_rank_tokens, until, world
 from hypothesis import strategies as st
 
@@ -132,7 +132,15 @@ def waves(draw):
             request = Request(f"r{i}.{j}", tuple(prompt or [1]), draw(samplings()))
             wave.append(Arrival(request, draw(st.sampled_from([None, None, None, 1, 3]))))
         drawn.append(tuple(wave))
+    if draw(st.booleans()):
+        drawn.append(tuple(_again(arrival) for arrival in drawn[0]))
     return tuple(drawn)
+
+
+def _again(arrival):
+    """The same prompt once more, when others may have taken its blocks."""
+    name = arrival.request.request_id + " again"
+    return Arrival(evolve(arrival.request, request_id=name))
 
 
 @st.composite
