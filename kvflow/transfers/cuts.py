@@ -157,7 +157,7 @@ def _by_range(whole: Plan, cuts: Iterable[Plan]) -> Iterator[Plan]:
     for tokens, alike in ranges.items():
         parts: dict[object, PlanPart] = {}
         for part in (part for one in alike for part in one.parts):
-            stored = tuple(whole.dst.spec[c].record.num_heads for c in part.components[:1])
+            stored = frozenset(whole.dst.spec[c].record.num_heads for c in part.components)
             groups = (part.src_group, part.dst_group)
             key = (groups, part.heads, stored, id(part.runs), id(part.copies))
             so_far = parts[key].components if key in parts else ()
