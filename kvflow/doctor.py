@@ -61,6 +61,7 @@ PACKAGES = (
     Package("uvicorn", "uvicorn", _FRONT),
     Package("hypothesis", "hypothesis", "kvflow.testing cannot draw layouts (kvflow[testing])"),
     Package("openai", "openai", "no demo client (kvflow[demo])"),
+    Package("PIL", "pillow", "no PNG drawings (kvflow[png])"),
 )
 
 NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
