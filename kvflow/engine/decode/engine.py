@@ -6,6 +6,7 @@ preempted: its blocks go, and it is computed again from its tokens when there is
 a failed transfer may still write stay quarantined until every rank's endpoint has quiesced.
 """
 
+import time
 from collections.abc import Sequence
 
 from attrs import define, field
@@ -16,6 +17,7 @@ from kvflow.engine.blocks import BlockPool
 from kvflow.engine.decode.batch import form_batch
 from kvflow.engine.decode.reports import by_rank, joined_report, load_of, pool_gauges
 from kvflow.engine.decode.requests import Decoding, Phase
+from kvflow.engine.decode.tables import give_back, grow
 from kvflow.engine.decode.turns import Crew, Turn, TurnDone
 from kvflow.engine.decode.worker import DecodeWorker, Pull
 from kvflow.engine.finish import finish_reason
@@ -65,7 +67,7 @@ class DecodeEngine:
         self.pools = {name: BlockPool(n) for name, n in self.worker.num_blocks.items()}
         names = ("steps", "tokens", "transfers", "transfer_nbytes", "transfer_failures", "refused")
         self.counters = dict.fromkeys((*names, "preemptions", "recomputed_tokens"), 0.0)
-        self.counters |= {"model_seconds": 0.0}
+        self.counters |= {"model_seconds": 0.0, "control_seconds": 0.0}
         self._crew = Crew(self.worker, self.comm)
 
     def serve(self) -> None:
@@ -84,7 +86,14 @@ class DecodeEngine:
     def turn(self) -> None:
         """One round: messages, new transfers, one step of the batch on all ranks, and what came of
         them."""
-        for message in self.mailbox.receive(self._patience()):
+        messages = self.mailbox.receive(self._patience())
+        began, in_model = time.perf_counter(), self.counters["model_seconds"]
+        self._round(messages)
+        in_model = self.counters["model_seconds"] - in_model
+        self.counters["control_seconds"] += time.perf_counter() - began - in_model
+
+    def _round(self, messages: Sequence[ToRank]) -> None:
+        for message in messages:
             self._handle(message)
         before = self._state()
         pulls = self._start_transfers()
@@ -181,25 +190,13 @@ class DecodeEngine:
 
     def _leave(self, work: Decoding) -> None:
         self._requests.remove(work)
-        self._give_back(work)
+        give_back(work, self.pools)
         self._forget.append(work.request_id)
 
     # --- blocks
 
-    def _give_back(self, work: Decoding) -> None:
-        for name, ids in work.tables.items():
-            self.pools[name].free(ids)
-        work.tables = {}
-
     def _grow(self, work: Decoding, length: int) -> bool:
-        """Blocks for `length` positions, or nothing and False if too few are free."""
-        need = self.worker.layout.num_blocks_for(length)
-        lacking = {name: n - len(work.tables.get(name, ())) for name, n in need.items()}
-        if any(n > self.pools[name].num_free for name, n in lacking.items()):
-            return False
-        for name, n in lacking.items():
-            work.tables.setdefault(name, []).extend(self.pools[name].allocate(max(n, 0)))
-        return True
+        return grow(work, self.pools, self.worker.layout, length)
 
     def _start_transfers(self) -> list[Pull]:
         """Admits waiting requests, oldest first, while there is room for what they hold and one
@@ -237,7 +234,7 @@ class DecodeEngine:
         return [entry for entry in kept if entry[0].phase is Phase.RUNNING]
 
     def _preempt(self, work: Decoding) -> None:
-        self._give_back(work)
+        give_back(work, self.pools)
         self._forget.append(work.request_id)
         self.counters["preemptions"] += 1
         self.counters["recomputed_tokens"] += work.computed
