@@ -188,23 +188,30 @@ class PrefillEngine:
         self._admit()
         shares = deal_budget([w.remaining for w in self._running], self.max_num_batched_tokens)
         self._step = [(self._running[index], count) for index, count in shares]
-        items = [self._item(work, count) for work, count in self._step]
-        if items:
+        if self._step:
             self.num_steps += 1
-            self.send_step(RunStep(self.num_steps, items))
+            try:
+                items = [self._item(work, count) for work, count in self._step]
+                self.send_step(RunStep(self.num_steps, items))
+            except Exception as error:  # the other requests are not to wait for ever
+                self._end_unsent(error)
         self.schedule_seconds += time.perf_counter() - began
 
-    def _admit(self) -> None:
-        while self._waiting and self._begin(self._waiting[0]):
-            self._running.append(self._waiting.popleft())
+    def _end_unsent(self, error: Exception) -> None:
+        """Nobody answers to a step that was not sent: its requests end, and the others go on."""
+        step, self._step = self._step, []
+        for work, _ in step:
+            work.in_step = False
+            if not work.outcome.done():
+                work.outcome.set_exception(KvflowError(f"a step was not sent: {error!r}"))
+            self._free(work)
+        self._schedule()
 
-    def _begin(self, work: _Prefill) -> bool:
-        """Gives a request its blocks, if there is room."""
-        start = self.kv.begin(work.kv)
-        if start is None:
-            return False
-        work.done = start
-        return True
+    def _admit(self) -> None:
+        """Gives requests their blocks, while there is room."""
+        while self._waiting and (start := self.kv.begin(self._waiting[0].kv)) is not None:
+            self._waiting[0].done = start
+            self._running.append(self._waiting.popleft())
 
     def _item(self, work: _Prefill, count: int) -> StepItem:
         prompt, stop = work.request.prompt, work.done + count

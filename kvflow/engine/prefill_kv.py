@@ -172,6 +172,9 @@ class PrefillKV:
         """Gives everything back; no step with the request runs. It may begin again."""
         self._end_reads(kv)
         self._end_fetch(kv)
+        if self.tiers is not None:
+            self.tiers.drop_stores(kv.stores)
+        kv.stores = {}
         self.cache.free(kv.tables, kv.holding)
         kv.lease, kv.trail, kv.holding, kv.begun = Lease({}), Trail(), "used", False
         kv.num_reused, kv.is_short = {}, False

@@ -87,6 +87,37 @@ def scenario(body):
     return run
 
 
+# --- steps that cannot be sent
+
+
+@scenario
+async def test_a_step_that_cannot_be_sent_ends_its_requests_and_no_others():
+    play = Play(max_num_batched_tokens=8)
+    send = play.engine.send_step
+
+    def refuse_bad(step):
+        if any(item.request_id == "bad" for item in step.items):
+            raise UnicodeEncodeError("utf-8", "bad", 0, 1, "no such letter")
+        send(step)
+
+    play.engine.send_step = refuse_bad
+    first, bad = play.submit("first", 8), play.submit("bad", 8)
+    await asyncio.sleep(0)
+    play.answer()
+    with pytest.raises(KvflowError, match="step was not sent: UnicodeEncodeError"):
+        await bad
+    last = play.submit("last", 8)
+    await asyncio.sleep(0)
+    play.answer()
+    assert (await first).token == (await last).token == 7
+    for name in ("first", "bad", "last"):
+        play.engine.release(name)
+    play.assert_idle()
+    await play.prefilled("next", 8)
+    play.engine.release("next")
+    play.assert_idle()
+
+
 # --- readers and acknowledgements
 
 
