@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
-from kvflow.engine.api import InvalidRequest, Metric, Request, Sample, TokenOutput, Unavailable
+from kvflow.engine.api import InvalidRequest, Metric, Request, TokenOutput, Unavailable
 from kvflow.engine.finish import finish_reason
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import (
@@ -31,7 +31,7 @@ from kvflow.engine.messages import (
     TransferEnded,
 )
 from kvflow.engine.prefill import PrefillEngine
-from kvflow.engine.prefill_metrics import prefill_metrics
+from kvflow.engine.prefill_metrics import engine_metrics
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.sampling import Sampled
 from kvflow.engine.tiers.manager import Tiers
@@ -69,6 +69,7 @@ class Deployment:
     failure: str | None = field(init=False, default=None)
     num_requests: dict[str, int] = field(init=False)
     _ids: set[str] = field(init=False, factory=set)
+    _num_begun: int = field(init=False, default=0)
     _live: dict[str, _Live] = field(init=False, factory=dict)
     _load: dict[str, int] = field(init=False)
     _reader: "asyncio.Task[None] | None" = field(init=False, default=None)
@@ -187,20 +188,13 @@ class Deployment:
         if self.failure is not None:
             raise Unavailable(self.failure)
         self._check(request)
-        self._ids.add(request.request_id)
+        name = request.request_id
+        self._ids.add(name)
+        self._num_begun += 1
+        work = evolve(request, request_id=f"{name}#{self._num_begun}")
         outcome = "aborted"
         try:
-            first = await self.prefill.prefill(request)
-            cached = self.prefill.cached_tokens(request.request_id)
-            reason = finish_reason(first.token, 1, request.sampling, self.eos_ids)
-            if reason is not None:
-                self.prefill.release(request.request_id)  # nothing moves
-                outcome = "finished"
-                yield _output(request.request_id, first, reason, cached_tokens=cached)
-                return
-            live = self._hand_over(request, first)
-            yield _output(request.request_id, first, None, cached_tokens=cached)
-            async with contextlib.aclosing(self._decoded(request.request_id, live)) as outputs:
+            async with contextlib.aclosing(self._outputs(work, name)) as outputs:
                 async for output in outputs:
                     outcome = "finished" if output.finish_reason else outcome
                     yield output
@@ -209,7 +203,26 @@ class Deployment:
             raise
         finally:
             self.num_requests[outcome] += 1
-            self._end(request.request_id, outcome)
+            self._ids.discard(name)
+            self._end(work.request_id, outcome)
+
+    async def _outputs(self, work: Request, name: str) -> AsyncGenerator[TokenOutput, None]:
+        """The request's tokens under its client's name. Inside the engine it bears an id that none
+        had before: an end of its namesake may still be on its way."""
+        first = await self.prefill.prefill(work)
+        if self.failure is not None:  # between the step's end and this line
+            raise Unavailable(self.failure)
+        cached = self.prefill.cached_tokens(work.request_id)
+        reason = finish_reason(first.token, 1, work.sampling, self.eos_ids)
+        if reason is not None:
+            self.prefill.release(work.request_id)  # nothing moves
+            yield _output(name, first, reason, cached_tokens=cached)
+            return
+        live = self._hand_over(work, first)
+        yield _output(name, first, None, cached_tokens=cached)
+        async with contextlib.aclosing(self._decoded(name, live)) as outputs:
+            async for output in outputs:
+                yield output
 
     def _check(self, request: Request) -> None:
         """Raises `InvalidRequest` for what a rank could not compute or tell apart."""
@@ -240,7 +253,7 @@ class Deployment:
         self.hub.send(name, admit)
         return live
 
-    async def _decoded(self, request_id: str, live: _Live) -> AsyncGenerator[TokenOutput, None]:
+    async def _decoded(self, name: str, live: _Live) -> AsyncGenerator[TokenOutput, None]:
         reason, reported = None, False
         while reason is None:
             event = await live.events.get()
@@ -249,10 +262,9 @@ class Deployment:
             reason = event.finish_reason
             transfer = None if reported else live.report
             reported = reported or transfer is not None
-            yield _output(request_id, event.sampled, reason, transfer)
+            yield _output(name, event.sampled, reason, transfer)
 
     def _end(self, request_id: str, outcome: str) -> None:
-        self._ids.discard(request_id)
         live = self._live.pop(request_id, None)
         if live is None:
             self.prefill.release(request_id)
@@ -271,23 +283,8 @@ class Deployment:
 
     def metrics(self) -> Sequence[Metric]:
         """Requests by outcome, the prefill engine's numbers, and every gauge of every rank."""
-        requests = [Sample(float(n), {"outcome": o}) for o, n in self.num_requests.items()]
-        return (
-            Metric("kvflow_engine_requests_total", "Requests by outcome.", "counter", requests),
-            *prefill_metrics(self.prefill),
-            Metric("kvflow_rank", "Gauges of each rank.", "gauge", _by_rank(self.gauges)),
-            Metric(
-                "kvflow_rank_total", "Counters of each rank.", "counter", _by_rank(self.counters)
-            ),
-        )
-
-
-def _by_rank(numbers: Mapping[str, Mapping[str, float]]) -> list[Sample]:
-    return [
-        Sample(value, {"rank": rank, "name": name})
-        for rank, values in sorted(numbers.items())
-        for name, value in sorted(values.items())
-    ]
+        numbers = self.gauges, self.counters
+        return engine_metrics(self.num_requests, self.prefill, *numbers)
 
 
 def _output(

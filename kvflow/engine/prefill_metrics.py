@@ -1,10 +1,34 @@
-"""What `/metrics` shows of a prefill engine."""
+"""What `/metrics` shows of a prefill engine and of a deployment around it."""
 
 from collections.abc import Iterable, Mapping
 
 from kvflow.engine.api import Metric, Sample
 from kvflow.engine.prefill import PrefillEngine
 from kvflow.engine.prefix.pool import State
+
+Numbers = Mapping[str, Mapping[str, float]]
+"""By rank, then by name."""
+
+
+def engine_metrics(
+    outcomes: Mapping[str, int], prefill: PrefillEngine, gauges: Numbers, counters: Numbers
+) -> list[Metric]:
+    """Of a whole deployment: requests by outcome, the prefill engine, and every rank's numbers."""
+    requests = [Sample(float(n), {"outcome": outcome}) for outcome, n in outcomes.items()]
+    return [
+        _total("kvflow_engine_requests", "Requests by outcome.", requests),
+        *prefill_metrics(prefill),
+        Metric("kvflow_rank", "Gauges of each rank.", "gauge", _by_rank(gauges)),
+        Metric("kvflow_rank_total", "Counters of each rank.", "counter", _by_rank(counters)),
+    ]
+
+
+def _by_rank(numbers: Numbers) -> list[Sample]:
+    return [
+        Sample(value, {"rank": rank, "name": name})
+        for rank, values in sorted(numbers.items())
+        for name, value in sorted(values.items())
+    ]
 
 
 def prefill_metrics(engine: PrefillEngine) -> list[Metric]:

@@ -61,6 +61,8 @@ class DecodeEngine:
     _group_gauges: dict[str, float] = field(init=False, factory=dict)
     _group_totals: dict[str, float] = field(init=False, factory=dict)
     _num_admitted: int = field(init=False, default=0)
+    _stalled: bool = field(init=False, default=False)
+    """Whether the last round had nothing to compute: then it listens a little before the next."""
     _stopping: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
@@ -101,6 +103,7 @@ class DecodeEngine:
         batch = form_batch(self._in(Phase.RUNNING), self.max_num_batched_tokens, self.num_drafts)
         batch = self._with_blocks(batch)
         items = [work.item(count, drafts) for work, count, drafts in batch]
+        self._stalled = not items
         turn, self._forget = Turn([], pulls, items, self._forget), []
         if not (pulls or items or turn.forget or self._unsettled()):
             return
@@ -115,8 +118,10 @@ class DecodeEngine:
 
     def _patience(self) -> float | None:
         """How long to listen: not at all while a batch runs or a request that waits could begin."""
-        if self._in(Phase.RUNNING, Phase.PREEMPTED) or self._forget:
+        if self._forget:
             return 0.0
+        if self._in(Phase.RUNNING, Phase.PREEMPTED):
+            return 0.001 if self._stalled else 0.0
         pulling = self._in(Phase.PULLING)
         return 0.001 if pulling else 0.05 if self._in(Phase.QUARANTINED) else None
 
@@ -137,7 +142,7 @@ class DecodeEngine:
             case Shutdown():
                 self._stopping = True
             case Connect():
-                self._crew.turn(Turn([message], [], [], []))
+                self._settle_transfers(self._crew.turn(Turn([message], [], [], [])))
             case Admit():
                 self._admit(message)
             case Abort(request_id):
@@ -224,13 +229,17 @@ class DecodeEngine:
         self, batch: Sequence[tuple[Decoding, int, int]]
     ) -> list[tuple[Decoding, int, int]]:
         """The batch, every request with blocks for what it computes; younger requests are preempted
-        for older ones. The oldest always fits: it was checked when it came."""
+        for older ones. Alone, a request always fits: that was checked when it came."""
         kept = list(batch)
         for work, count, drafts in batch:
             while work.phase is Phase.RUNNING:
                 if self._grow(work, work.computed + count + drafts):
                     break
-                self._preempt(self._in(Phase.RUNNING)[-1])
+                youngest = self._in(Phase.RUNNING)[-1]
+                if youngest is work and self._unsettled():
+                    kept.remove((work, count, drafts))  # transfers hold the rest: it waits for them
+                    break
+                self._preempt(youngest)
         return [entry for entry in kept if entry[0].phase is Phase.RUNNING]
 
     def _preempt(self, work: Decoding) -> None:

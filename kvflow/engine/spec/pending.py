@@ -40,7 +40,8 @@ class PendingStep:
         wanting = tuple(i for i, count in enumerate(counts) if count is not None)
         place, vocab_size = torch.tensor(wanting, dtype=torch.int64), logits.shape[1]
         most = min(max((n for n in counts if n is not None), default=0), vocab_size)
-        said = logprobs(logits.index_select(0, place), chosen.index_select(0, place), most)
+        tokens = chosen.index_select(0, place).clamp(max=vocab_size - 1)  # of a NaN: see `_sampled`
+        said = logprobs(logits.index_select(0, place), tokens, most)
         return cls(items, rows, vocab_size, table, wanting, said)
 
     def read(self) -> dict[str, list[Sampled]]:
