@@ -3,18 +3,21 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 
 from kvflow.comm.threads import ThreadComm, ThreadGroup
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import ThreadHub
 from kvflow.engine.ranks import guarded
+from kvflow.errors import KvflowError
 from kvflow.launch.build import decode_rank, prefill_rank
 from kvflow.launch.config import LaunchConfig
 from kvflow.transfers.executors.base import Endpoint, RankCache
 from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
 from kvflow.transfers.executors.plain_files import PlainFiles
 
+_JOIN_S = 30.0  # how long all ranks together may take to end: a step under way is finished
 _IDLE_S = 3600.0  # how long a rank may wait inside a collective for the others
 
 MakeLocalEndpoint = Callable[[RankCache, LocalFabric], Endpoint]
@@ -24,7 +27,8 @@ MakeLocalEndpoint = Callable[[RankCache, LocalFabric], Endpoint]
 async def thread_deployment(
     config: LaunchConfig, *, make_endpoint: MakeLocalEndpoint = LocalEndpoint
 ) -> AsyncIterator[Deployment]:
-    """A started deployment whose ranks are threads of this process; all end with the block.
+    """A started deployment whose ranks are threads of this process; all end with the block, and
+    transfers under way are recalled. Raises `KvflowError` for ranks that do not end.
 
     Each thread bears its rank's name and makes its endpoint with `make_endpoint(cache, fabric)`.
     """
@@ -78,8 +82,11 @@ async def thread_deployment(
         yield deployment
     finally:
         await deployment.close()
-        await asyncio.to_thread(_join, threads)
-        hub.close()
+        fabric.close()
+        try:
+            await asyncio.to_thread(_join, threads)
+        finally:
+            hub.close()
 
 
 def _thread(name: str, body: Callable[..., None], *args: object) -> threading.Thread:
@@ -89,8 +96,11 @@ def _thread(name: str, body: Callable[..., None], *args: object) -> threading.Th
 
 
 def _join(threads: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + _JOIN_S
     for thread in threads:
-        thread.join(10)
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if late := [thread.name for thread in threads if thread.is_alive()]:
+        raise KvflowError(f"ranks {late} did not end within {_JOIN_S} s")
 
 
 def _quiet(body: Callable[..., None], *args: object) -> None:

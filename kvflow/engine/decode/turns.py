@@ -69,13 +69,15 @@ class Crew:
 
 
 def follow(worker: DecodeWorker, comm: Comm) -> None:
-    """On every other rank: the leader's turns, until the last."""
+    """On every other rank: the leader's turns, until the last or an error."""
     stop = False
-    while not stop:
-        turn = _TURN.decode(broadcast_blob(comm, None))
-        _answers(comm, perform(worker, turn))
-        stop = turn.stop
-    worker.close()
+    try:
+        while not stop:
+            turn = _TURN.decode(broadcast_blob(comm, None))
+            _answers(comm, perform(worker, turn))
+            stop = turn.stop
+    finally:
+        worker.close()
 
 
 def perform(worker: DecodeWorker, turn: Turn) -> TurnDone:

@@ -122,7 +122,9 @@ class DecodeWorker:
         return {**self.runner.memory.totals, **self.runner.counters.values()}
 
     def close(self) -> None:
-        self._puller.shutdown(wait=True)
+        """Drops transfers that have not begun, and waits for the one under way: what it writes
+        into is freed afterwards. An endpoint whose transport can recall it makes that short."""
+        self._puller.shutdown(wait=True, cancel_futures=True)
 
 
 def _outcome(pull: "Future[TransferReport]") -> tuple[dict[str, Any] | None, str | None]:

@@ -24,10 +24,12 @@ from kvflow.transfers.plan import PlanPart
 
 @define(eq=False)
 class LocalFabric:
-    """Where endpoints of one process find each other."""
+    """Where endpoints of one process find each other. Whoever made it closes it at the end."""
 
     _key: bytes = field(init=False, factory=lambda: secrets.token_bytes(32), repr=False)
     _members: dict[str, "LocalEndpoint"] = field(init=False, factory=dict)
+    _changed: threading.Condition = field(init=False, factory=threading.Condition, repr=False)
+    closed: bool = field(init=False, default=False)
 
     def join(self, endpoint: "LocalEndpoint") -> bytes:
         """Makes an endpoint known; the blob finds it again."""
@@ -45,9 +47,28 @@ class LocalFabric:
 
     def cache_of(self, name: str) -> RankCache:
         """Raises `TransferError` if the endpoint has left."""
-        if (member := self._members.get(name)) is None:
+        if self.closed or (member := self._members.get(name)) is None:
             raise TransferError(f"{name} is closed or was never part of this fabric")
         return member.cache
+
+    def end(self, over: threading.Event) -> None:
+        """A transfer is over."""
+        with self._changed:
+            over.set()
+            self._changed.notify_all()
+
+    def wait(self, over: threading.Event, timeout: float) -> bool:
+        """Whether a transfer is over within `timeout` seconds, or before the fabric closes."""
+        with self._changed:
+            self._changed.wait_for(lambda: over.is_set() or self.closed, timeout)
+        return over.is_set()
+
+    def close(self) -> None:
+        """Recalls every transfer: whoever waits for one raises `TransferError` at once, and it
+        stops at its next move. Its thread keeps both caches alive until then."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
 
 
 @frozen(eq=False)
@@ -185,6 +206,7 @@ class LocalEndpoint:
 
     def _write(self, moves: list[_Move], timeout: float) -> None:
         failure: list[Exception] = []
+        over = threading.Event()
 
         def work() -> None:
             try:
@@ -194,13 +216,16 @@ class LocalEndpoint:
                 self._pass(len(moves))
             except Exception as e:  # carried to whoever waits
                 failure.append(e)
+            finally:
+                self.fabric.end(over)
 
         writer = threading.Thread(target=work, name=f"transfer-{self.name}", daemon=True)
         writer.start()
-        writer.join(timeout)
-        if writer.is_alive():  # only who waits assigns, `quiesced` is asked on other threads
+        if not self.fabric.wait(over, timeout):
+            # only who waits assigns, `quiesced` is asked on other threads
             self._late = (*(w for w in self._late if w.is_alive()), writer)
-            raise TransferError(f"{len(moves)} moves did not end within {timeout:.3f} s")
+            why = "were recalled" if self.fabric.closed else f"did not end within {timeout:.3f} s"
+            raise TransferError(f"{len(moves)} moves {why}")
         if failure:
             raise TransferError(f"the transfer stopped: {failure[0]}") from failure[0]
 
