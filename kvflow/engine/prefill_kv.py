@@ -6,7 +6,7 @@ what they wrote found, and what they read given up.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from attrs import define, field
 
@@ -26,7 +26,8 @@ class RequestKV:
     """What one request holds. `sources` (blocks) and the units of `load` are held until its first
     step has read them, `stores` (units by block) until the step that writes them has ended,
     `fetched` (units, those `from_disk` among them) until it begins.
-    `num_reused` counts prompt tokens that it need not compute, by tier."""
+    `num_reused` counts prompt tokens by the tier that knew them when it was first admitted; what it
+    finds again after a preemption is its own work (`has_computed`) and changes that no more."""
 
     chain: Chain
     length: int
@@ -39,6 +40,7 @@ class RequestKV:
     trail: Trail = field(factory=Trail)
     holding: Holding = "used"
     begun: bool = False
+    has_computed: bool = False
     num_reused: dict[str, int] = field(factory=dict)
     is_short: bool = False
     """The last known row was made with another token behind it: it is computed anew."""
@@ -106,14 +108,14 @@ class PrefillKV:
         if lease.length < match.length:  # what was to be loaded would leave a gap
             load = self._units_behind(kv, lease.length)
         kv.lease, kv.sources, kv.load = lease, lease.sources, load
-        kv.trail, kv.num_reused = Trail.behind(lease.nodes), {"device": lease.length}
-        kv.is_short = match.is_short and lease.length == match.length
-        if self.tiers is None:
-            return lease.length
-        if load is not None:
+        kv.trail = Trail.behind(lease.nodes)
+        if not kv.has_computed:
+            kv.num_reused = {"device": lease.length} | _by_tier(load, kv)
+            kv.is_short = match.is_short and lease.length == match.length
+            if load is not None:
+                kv.is_short = load.stop - load.start < len(load.units) * kv.chain.block_size
+        if self.tiers is not None and load is not None:
             self.tiers.host.pin(load.units)
-            kv.num_reused |= _by_tier(load, kv.chain.block_size, kv.from_disk)
-            kv.is_short = load.stop - load.start < len(load.units) * kv.chain.block_size
         self._end_fetch(kv)
         return load.stop if load is not None else lease.length
 
@@ -139,6 +141,7 @@ class PrefillKV:
     def end_step(self, kv: RequestKV, done: int, sampled: int | None) -> None:
         """Every rank has answered: the positions below `done` are known from now on, in the pools
         and in units."""
+        kv.has_computed = True
         self.cache.publish(kv.chain, kv.trail, kv.tables, done, sampled)
         if self.tiers is not None:
             if kv.trail.ended:
@@ -177,7 +180,6 @@ class PrefillKV:
         kv.stores = {}
         self.cache.free(kv.tables, kv.holding)
         kv.lease, kv.trail, kv.holding, kv.begun = Lease({}), Trail(), "used", False
-        kv.num_reused, kv.is_short = {}, False
 
     def _end_reads(self, kv: RequestKV) -> None:
         self.cache.free(kv.sources)
@@ -205,10 +207,12 @@ class PrefillKV:
             self.tiers.host.audit(idle=idle and not self.tiers.num_under_way)
 
 
-def _by_tier(load: UnitRows, unit_size: int, from_disk: Set[int]) -> dict[str, int]:
+def _by_tier(load: UnitRows | None, kv: RequestKV) -> dict[str, int]:
     """Loaded tokens by the tier that knew them when the request came."""
+    if load is None:
+        return {}
     disk = 0
     for i, unit in enumerate(load.units):
-        if unit in from_disk:
-            disk += min(unit_size, load.stop - load.start - i * unit_size)
+        if unit in kv.from_disk:
+            disk += min(kv.chain.block_size, load.stop - load.start - i * kv.chain.block_size)
     return {"host": load.stop - load.start - disk, "disk": disk}

@@ -116,11 +116,47 @@ def test_fault_h01_h02_h03_a_preempted_request_resumes_by_what_it_computed():
                 if task.done():
                     ranks.engine.release(name)
         ranks.assert_idle()
-        return ranks.told
+        resumed = [s.items[0].start for s in ranks.steps if s.items[0].request_id == "a"]
+        return ranks.told, resumed[1], dict(ranks.engine.kv.num_reused)
 
-    told = asyncio.run(run())
-    assert told["a"] == 8  # the step it was in when it was preempted
-    assert told["b"] == 0
+    told, resumed, reused = asyncio.run(run())
+    assert resumed == 8  # the step it was in when it was preempted
+    assert told == {"a": 0, "b": 0}  # and that was its own
+    assert set(reused.values()) == {0}
+
+
+@pytest.mark.parametrize("num_blocks", [30, 12])
+def test_a_preempted_request_is_told_what_others_had_left_when_it_came(num_blocks):
+    """12 of its 30 tokens, from device blocks or, where those were taken, from units; what it finds
+    after each preemption is more."""
+
+    async def run():
+        ranks = SymbolicRanks(
+            block=4, num_blocks=num_blocks, host_units=40, max_num_batched_tokens=4
+        )
+        await ranks.serve("x", range(14))
+        if num_blocks == 12:
+            await ranks.serve("y", range(200, 246))
+        task = ranks.submit("a", (*range(12), *range(50, 68)))
+        await ranks.settle()
+        for _ in range(3):
+            ranks.engine.preempt("a")
+            ranks.answer()
+            await ranks.settle()
+        while not task.done():
+            ranks.answer()
+            await ranks.settle()
+        starts = [s.items[0].start for s in ranks.steps if s.items[0].request_id == "a"]
+        reused = dict(ranks.engine.kv.num_reused)
+        ranks.engine.release("a")
+        ranks.assert_idle()
+        await ranks.close()
+        return ranks.told["a"], starts, reused
+
+    told, starts, reused = asyncio.run(run())
+    assert told == 12
+    assert starts == [12, 16, 20, 24, 28]
+    assert (reused["device"], reused["host"]) == ((12, 0) if num_blocks == 30 else (0, 12))
 
 
 def test_fault_d16_a_request_in_its_last_step_is_not_preempted():
