@@ -15,7 +15,7 @@ from kvflow.engine.hisparse.reads import Reads, plan_reads
 from kvflow.engine.hisparse.request import RequestRows
 from kvflow.engine.hisparse.shard import HiSparseShard
 from kvflow.engine.hisparse.shared import BlockCopy, Holders
-from kvflow.engine.hisparse.sizes import HiSparseSizes
+from kvflow.engine.hisparse.sizes import LATENT, HiSparseSizes
 from kvflow.engine.hisparse.step import HiSparseStep
 from kvflow.engine.hisparse.tail import CLEAN, DIRTY
 from kvflow.engine.memory import StepRequest
@@ -166,9 +166,12 @@ class HiSparseMemory:
         held.flush()
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Carries out `plan_copies`; blocks of requests that have newer rows on the device are
-        flushed before somebody shares them."""
+        """Carries out `plan_copies`. Requests with a seat that hold a block which is copied are
+        flushed first, so the copy has their newest rows, as of their last step."""
         for copy in copies:
+            for held in self._requests.values():
+                if copy.group == LATENT and copy.source in held.binding.tables[LATENT]:
+                    held.flush()
             self.pool.copy_block(copy.group, copy.source, copy.target)
 
     def plan_reads(

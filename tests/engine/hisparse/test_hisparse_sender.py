@@ -103,6 +103,28 @@ def test_a_shared_tail_is_copied_before_it_is_written():
     assert torch.equal(a["b"], step(alone, [("b", 37, [7], own[1])])["b"])
 
 
+def test_a_copy_has_the_rows_that_only_the_device_had():
+    """The last page of a request that decodes is copied for another one: all its rows are there."""
+    memory = hisparse_memory(HiSparseSizes(4, 2, 4), SPEC, 8, 8)
+    blocks = Blocks(memory)
+    tables, other = blocks.take(16), blocks.take(16)
+    bare_step(memory, [request_of("a", 0, 9, tables)], 4, 0)
+    for seed, position in enumerate(range(9, 13), 1):
+        bare_step(memory, [request_of("a", position, 1, tables)], 4, seed)
+    assert memory.gauges["tail_pages_dirty"] > 0
+    mine = {name: [*ids] for name, ids in tables.items()}
+    copies = plan_copies(
+        memory.layout, mine, 13, 14, lambda group, _: True, lambda group: other[group][1]
+    )
+    assert [copy.source for copy in copies] == [tables[copy.group][1] for copy in copies]
+    memory.copy_blocks(copies)
+    copied = {name: rows_held(blocks, mine, name, 13) for name in SPEC.names}
+    memory.flush("a")
+    for name, rows in copied.items():
+        assert torch.equal(rows, rows_held(blocks, tables, name, 13)), name
+        assert rows[8:].any(dim=1).all(), name
+
+
 def test_writing_into_anothers_block_is_refused():
     memory = hisparse_memory(HiSparseSizes(4, 2, 4), SPEC, 4, 8)
     bare_step(memory, [request_of("a", 0, 6, {"latent": [3, 5], "indexer": [0, 1]})], 4, 0)
