@@ -5,9 +5,12 @@ A front end turns its clients' wishes into `Request` values, iterates what
 nothing else of an engine, and an engine knows nothing of HTTP or text.
 """
 
+import contextlib
 import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from numbers import Real
+from operator import index
+from typing import Any, Literal, Protocol, SupportsIndex
 
 from attrs import field, frozen
 
@@ -15,6 +18,9 @@ from kvflow.errors import CapacityError, KvflowError
 
 MAX_LOGPROBS = 20
 SEED_BOUND = 2**63
+TOKEN_BOUND = 2**31
+
+_TEXT = "string that UTF-8 can carry"
 
 FinishReason = Literal["stop", "length"]
 
@@ -37,11 +43,69 @@ class Unavailable(KvflowError):  # noqa: N818
 
 def _require(holds: bool, param: str, value: object, rule: str) -> None:
     if not holds:
-        raise InvalidRequest(param, f"{param} is {value!r}, but must be {rule}")
+        raise InvalidRequest(param, f"{param} is {_shown(value)}, but must be {rule}")
 
 
-def _ints(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+def _shown(value: object) -> str:
+    """Python refuses to write out ints of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value)
+
+
+# Converters turn what stands for a number or a text, numpy's too, into Python's own, which every
+# wire carries. They leave all else as it is, for the checks that know the field's name.
+
+
+def _int(value: SupportsIndex) -> int:
+    if not isinstance(value, bool):
+        try:
+            return index(value)
+        except TypeError:
+            pass
+    return value  # type: ignore[return-value]
+
+
+def _optional_int(value: SupportsIndex | None) -> int | None:
+    return None if value is None else _int(value)
+
+
+def _float(value: float) -> float:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            return float(value)
+    return value
+
+
+def _text(value: str) -> str:
+    return str.__str__(value) if isinstance(value, str) else value
+
+
+def _optional_text(value: str | None) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _ints(values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    try:
+        items: tuple[Any, ...] = tuple(values)
+    except TypeError:
+        return values  # type: ignore[return-value]
+    return items if _all_plain(items) else tuple(map(_int, items))
+
+
+def _all_plain(values: tuple[Any, ...]) -> bool:
+    """No Python code runs per value: prompts are long."""
+    return set(map(type, values)) <= {int}
+
+
+def _check_tokens(param: str, values: object) -> None:
+    _require(isinstance(values, tuple), param, values, "several token ids")
+    tokens: tuple[int, ...] = values  # type: ignore[assignment]
+    if not _all_plain(tokens) or (tokens and not 0 <= min(tokens) <= max(tokens) < TOKEN_BOUND):
+        for i, token in enumerate(tokens):
+            if not _is_int(token, 0, TOKEN_BOUND - 1):
+                what = f"{param}[{i}] is {_shown(token)} ({type(token).__name__})"
+                raise InvalidRequest(param, f"{what}, but must be a token id, an int in [0, 2**31)")
 
 
 def _is_int(value: object, low: int, high: int) -> bool:
@@ -49,8 +113,18 @@ def _is_int(value: object, low: int, high: int) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    return real and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    """Whether UTF-8 can carry it: lone surrogates cannot be."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+        return True
+    except UnicodeEncodeError:
+        return False
 
 
 @frozen
@@ -66,13 +140,13 @@ class SamplingParams:
     num_logprobs: None for no logprobs; k in [0, 20] for the chosen token's and the k best.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
+    max_tokens: int = field(converter=_int)
+    temperature: float = field(default=1.0, converter=_float)
+    top_p: float = field(default=1.0, converter=_float)
+    seed: int = field(default=0, converter=_int)
     stop_token_ids: tuple[int, ...] = field(default=(), converter=_ints)
     ignore_eos: bool = False
-    num_logprobs: int | None = None
+    num_logprobs: int | None = field(default=None, converter=_optional_int)
 
     def __attrs_post_init__(self) -> None:
         temperature, top_p = self.temperature, self.top_p
@@ -85,8 +159,8 @@ class SamplingParams:
         )
         _require(_is_finite(top_p) and 0 < top_p <= 1, "top_p", top_p, "in (0, 1]")
         _require(_is_int(self.seed, 0, SEED_BOUND - 1), "seed", self.seed, "an int in [0, 2**63)")
-        for token in self.stop_token_ids:
-            _require(_is_int(token, 0, 2**31 - 1), "stop_token_ids", token, "token ids >= 0")
+        _check_tokens("stop_token_ids", self.stop_token_ids)
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "a bool")
         if self.num_logprobs is not None:
             rule = f"None or an int in [0, {MAX_LOGPROBS}]"
             _require(
@@ -96,23 +170,25 @@ class SamplingParams:
 
 @frozen
 class Request:
-    """One sequence to continue.
+    """One sequence to continue; a wrong value raises `InvalidRequest`.
 
     request_id: unique among the requests that live in the engine at the same time.
     prompt: token ids, at least one.
     cache_salt: requests share cached prefixes only with those of the same salt (a tenant).
     """
 
-    request_id: str
+    request_id: str = field(converter=_text)
     prompt: tuple[int, ...] = field(converter=_ints)
     sampling: SamplingParams
-    cache_salt: str | None = None
+    cache_salt: str | None = field(default=None, converter=_optional_text)
 
     def __attrs_post_init__(self) -> None:
-        _require(bool(self.request_id), "request_id", self.request_id, "a non-empty string")
+        name, salt, sampling = self.request_id, self.cache_salt, self.sampling
+        _require(_is_text(name) and name != "", "request_id", name, f"a non-empty {_TEXT}")
+        _check_tokens("prompt", self.prompt)
         _require(len(self.prompt) >= 1, "prompt", self.prompt, "at least one token id")
-        salt = self.cache_salt
-        _require(salt is None or isinstance(salt, str), "cache_salt", salt, "None or a string")
+        _require(isinstance(sampling, SamplingParams), "sampling", sampling, "SamplingParams")
+        _require(salt is None or _is_text(salt), "cache_salt", salt, f"None or a {_TEXT}")
 
 
 @frozen
