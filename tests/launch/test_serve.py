@@ -99,4 +99,4 @@ def test_k10_without_nixl_the_server_refuses_and_says_what_to_do(start, tmp_path
 def test_values_that_make_no_deployment_are_refused_in_one_line(start):
     server = start("--pcp", "4", "--dcp", "3")
     assert server.wait(60) == 1
-    assert server.output() == "serve_glm: dcp 3 must divide pcp 4: it adds no ranks\n"
+    assert server.output() == "serve_glm: dcp 3 must divide pcp 4 x tp 1: it adds no ranks\n"
