@@ -28,11 +28,13 @@ MODEL = Path(__file__).parent / "models" / "tiny-glm-python"
 
 async def run(options: ServeOptions) -> int:
     """Serves until a signal, or until the demo is done. Returns the exit code."""
+    from kvflow.launch.checks import check_launch
     from kvflow.launch.processes import process_deployment
     from kvflow.launch.threads import thread_deployment
     from kvflow.server import bind, load_tokenizer, make_app, serve
 
     launch = options.launch
+    check_launch(launch)
     if launch.transport == "in-process":
         print("transport: in-process (threads of this process, no NIXL)", flush=True)
     world = thread_deployment if launch.transport == "in-process" else process_deployment

@@ -10,7 +10,7 @@ from kvflow.engine.access import PagedMemory
 from kvflow.engine.decode import DecodeEngine
 from kvflow.engine.decode.turns import follow
 from kvflow.engine.decode.worker import DecodeWorker
-from kvflow.engine.hisparse import HiSparseMemory, HiSparseSizes
+from kvflow.engine.hisparse import HiSparseMemory
 from kvflow.engine.mailbox import Mailbox
 from kvflow.engine.memory import KVMemory, balanced_deal, by_request_deal
 from kvflow.engine.ranks import serve_prefill
@@ -21,6 +21,9 @@ from kvflow.models.glm import Glm
 from kvflow.transfers.executors.base import Endpoint, RankCache
 
 MakeEndpoint = Callable[[RankCache], Endpoint]
+MakeRank = Callable[
+    [LaunchConfig, Comm, Mailbox, MakeEndpoint], tuple[Callable[[], None], Endpoint]
+]
 
 
 def prefill_rank(
@@ -59,7 +62,7 @@ def decode_rank(
         comm,
         max_batch=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        num_drafts=config.num_drafts if model.mtp is not None else 0,
+        num_drafts=config.num_drafts,
     )
     return engine.serve, endpoint
 
@@ -70,12 +73,7 @@ def _decode_memory(
     if not config.hisparse:
         cache = RankCache.allocate(layout, comm.rank, num_blocks)
         return PagedMemory(layout, cache, comm, config.decode_access)
-    sizes = HiSparseSizes.for_drafts(
-        model.config.index_topk,
-        config.max_num_seqs,
-        config.num_drafts,
-        device_nbytes=config.hisparse_device_nbytes,
-    )
+    sizes = config.hisparse_sizes(model.config.index_topk)
     return HiSparseMemory.allocate(layout, comm, num_blocks, sizes, options=config.decode_access)
 
 

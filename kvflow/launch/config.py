@@ -9,7 +9,7 @@ from attrs.converters import optional
 
 from kvflow.engine.access import AccessOptions
 from kvflow.engine.deployment import Deployment
-from kvflow.engine.hisparse import hisparse_layout
+from kvflow.engine.hisparse import HiSparseSizes, hisparse_layout
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.tiers.unitfile import FileMover
@@ -26,6 +26,9 @@ from kvflow.transfers.cost import Costs
 Transport = Literal["nixl", "in-process"]
 ComputeDType = Literal["float32", "float64"]
 
+MAX_NUM_DRAFTS = 4
+"""The most tokens that the MTP layer drafts a step."""
+
 
 @frozen
 class LaunchConfig:
@@ -34,7 +37,8 @@ class LaunchConfig:
     ``decode_tp`` ranks share the heads and ``decode_dcp`` the cache: the larger is the number of
     ranks of a group, and a multiple of the smaller. ``num_drafts`` tokens a decode step tries. With
     ``hisparse`` latent KV of decode lies on the host, and its hot part on the device in at most
-    ``hisparse_device_nbytes``."""
+    ``hisparse_device_nbytes``. Raises `LayoutError` for values that are wrong for every model;
+    `kvflow.launch.checks.check_launch` holds them against this one."""
 
     model: Path = field(converter=Path)
     pcp: int = field(default=1, converter=integer, validator=positive)
@@ -89,6 +93,27 @@ class LaunchConfig:
                 raise LayoutError(
                     f"{name} = {getattr(self, name)} is below max_model_len {self.max_model_len}"
                 )
+        if self.num_drafts > MAX_NUM_DRAFTS:
+            raise LayoutError(f"num_drafts = {self.num_drafts}, must be at most {MAX_NUM_DRAFTS}")
+        self._check_hisparse()
+        self._check_costs()
+
+    def _check_hisparse(self) -> None:
+        nbytes = self.hisparse_device_nbytes
+        if nbytes is not None and not self.hisparse:
+            raise LayoutError(f"hisparse_device_nbytes = {nbytes} without hisparse limits nothing")
+        if nbytes is not None and nbytes < 1:
+            raise LayoutError(f"hisparse_device_nbytes = {nbytes}, must be at least 1")
+
+    def _check_costs(self) -> None:
+        path = self.transfer_costs
+        if path is not None and self.transport == "in-process":
+            raise LayoutError(
+                f"transfer_costs = {str(path)!r} with transport = 'in-process', must be 'nixl': "
+                f"nothing else goes by costs"
+            )
+        if path is not None and not path.is_file():
+            raise LayoutError(f"transfer_costs = {str(path)!r}, must be a file")
 
     @property
     def prefill_size(self) -> int:
@@ -136,6 +161,12 @@ class LaunchConfig:
         if self.hisparse:
             return hisparse_layout(spec, placement, self.decode_block)
         return KVLayout.uniform(spec, placement, Paged(self.decode_block))
+
+    def hisparse_sizes(self, topk: int) -> HiSparseSizes:
+        """What the device holds of the latent rows of a model that chooses `topk` a query."""
+        return HiSparseSizes.for_drafts(
+            topk, self.max_num_seqs, self.num_drafts, device_nbytes=self.hisparse_device_nbytes
+        )
 
     @property
     def prefill_names(self) -> tuple[str, ...]:

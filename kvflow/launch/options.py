@@ -1,6 +1,7 @@
 """The command line of a deployment. Long flags carry vLLM's names where the meaning is the same."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from attrs import fields, frozen
 from kvflow.engine.access import AccessOptions
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.launch.config import LaunchConfig
+from kvflow.layouts.values import MOST
 
 
 @frozen
@@ -161,11 +163,11 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
         "--prefix-block", type=int, help="tokens per reused block (default: the prefill block's)"
     )
     parser.add_argument(
-        "--host-tier-gib", type=float, default=0.0, help="host memory for KV of prefixes, in GiB"
+        "--host-tier-gib", type=_gib, default=0, help="host memory for KV of prefixes, in GiB"
     )
     parser.add_argument("--disk-tier-directory", type=Path, help="where the disk tier's files lie")
     parser.add_argument(
-        "--disk-tier-gib", type=float, default=0.0, help="most bytes of these files, in GiB"
+        "--disk-tier-gib", type=_gib, default=0, help="most bytes of these files, in GiB"
     )
 
 
@@ -212,10 +214,18 @@ def _prefix(args: dict[str, Any]) -> PrefixConfig:
     return PrefixConfig(
         args.pop("enable_prefix_caching"),
         args.pop("prefix_block"),
-        int(args.pop("host_tier_gib") * _GIB),
+        args.pop("host_tier_gib"),
         args.pop("disk_tier_directory"),
-        int(args.pop("disk_tier_gib") * _GIB),
+        args.pop("disk_tier_gib"),
     )
+
+
+def _gib(text: str) -> int:
+    """Bytes; any part of one is one, lest a size above 0 become none."""
+    nbytes = float(text) * _GIB
+    if not 0 <= nbytes <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} GiB, must be in [0, {MOST // _GIB}]")
+    return math.ceil(nbytes)
 
 
 def _port(text: str) -> int:

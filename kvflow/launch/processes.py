@@ -30,6 +30,7 @@ from kvflow.engine.ranks import guarded
 from kvflow.engine.tiers.unitfile import FileMover
 from kvflow.errors import KvflowError, TransferError
 from kvflow.launch.build import decode_rank, prefill_rank
+from kvflow.launch.checks import check_launch
 from kvflow.launch.config import LaunchConfig
 from kvflow.transfers.executors.base import Endpoint, RankCache
 
@@ -44,7 +45,8 @@ async def process_deployment(
 ) -> AsyncIterator[Deployment]:
     """A started deployment of spawned processes. Leaving the block ends every one of them within
     seconds, whatever it was doing, and removes the sockets' directory. Raises `TransferError`
-    without NIXL, and `KvflowError` if a rank cannot start."""
+    without NIXL, what `check_launch` raises, and `KvflowError` if a rank cannot start."""
+    check_launch(config)
     _require_nixl()
     context, key = mp.get_context("spawn"), secrets.token_bytes(32)
     num_ranks = config.prefill_size + config.decode_ranks * config.decode_size

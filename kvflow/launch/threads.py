@@ -11,7 +11,8 @@ from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import ThreadHub
 from kvflow.engine.ranks import guarded
 from kvflow.errors import KvflowError
-from kvflow.launch.build import decode_rank, prefill_rank
+from kvflow.launch.build import MakeRank, decode_rank, prefill_rank
+from kvflow.launch.checks import check_launch
 from kvflow.launch.config import LaunchConfig
 from kvflow.transfers.executors.base import Endpoint, RankCache
 from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
@@ -31,51 +32,34 @@ async def thread_deployment(
     transfers under way are recalled. Raises `KvflowError` for ranks that do not end.
 
     Each thread bears its rank's name and makes its endpoint with `make_endpoint(cache, fabric)`.
+    Before the first one starts, `check_launch` raises what it has against `config`.
     """
+    check_launch(config)
     hub, fabric = ThreadHub(), LocalFabric()
-    group = ThreadGroup(config.prefill_size, _IDLE_S)
+    groups = [(prefill_rank, config.prefill_names)]
+    groups += [(decode_rank, config.decode_group(leader)) for leader in config.decode_names]
+    boxes = {name: hub.mailbox(name) for _, names in groups for name in names}
 
-    def run_prefill(rank: int) -> None:
-        mailbox = boxes[config.prefill_names[rank]]
-
+    def run_rank(make_rank: MakeRank, name: str, rank: int, group: ThreadGroup) -> None:
         def serve() -> None:
-            comm = ThreadComm(group, rank)
-            run, endpoint = prefill_rank(
-                config, comm, mailbox, lambda cache: make_endpoint(cache, fabric)
-            )
-            with contextlib.closing(endpoint):
-                run()
-
-        try:
-            guarded(mailbox, serve)
-        finally:
-            group.leave(rank, "it has ended")
-
-    def run_decode(name: str, rank: int, members: ThreadGroup) -> None:
-        mailbox = boxes[name]
-
-        def serve() -> None:
-            run, endpoint = decode_rank(
+            run, endpoint = make_rank(
                 config,
-                ThreadComm(members, rank),
-                mailbox,
+                ThreadComm(group, rank),
+                boxes[name],
                 lambda cache: make_endpoint(cache, fabric),
             )
             with contextlib.closing(endpoint):
                 run()
 
         try:
-            guarded(mailbox, serve)
+            guarded(boxes[name], serve)
         finally:
-            members.leave(rank, "it has ended")
+            group.leave(rank, "it has ended")
 
-    decode = {leader: config.decode_group(leader) for leader in config.decode_names}
-    names = (*config.prefill_names, *(name for group in decode.values() for name in group))
-    boxes = {name: hub.mailbox(name) for name in names}
-    threads = [_thread(name, run_prefill, r) for r, name in enumerate(config.prefill_names)]
-    for ranks in decode.values():
-        members = ThreadGroup(len(ranks), _IDLE_S)
-        threads += [_thread(name, run_decode, name, r, members) for r, name in enumerate(ranks)]
+    threads: list[threading.Thread] = []
+    for make_rank, names in groups:
+        group = ThreadGroup(len(names), _IDLE_S)
+        threads += [_thread(n, run_rank, make_rank, n, r, group) for r, n in enumerate(names)]
     deployment = config.deployment(hub, PlainFiles())
     try:
         await deployment.start()

@@ -245,7 +245,7 @@ def test_d06_late_and_unknown_acknowledgements_change_nothing():
     ("changes", "param", "message"),
     [
         ({"prompt": (*IDS, 320)}, "prompt", r"token id 320, must be in \[0, 320\)"),
-        ({"prompt": (-1,)}, "prompt", r"token id -1, must be in \[0, 320\)"),
+        ({"prompt": (-1,)}, "prompt", r"prompt\[0\] is -1 .* must be a token id"),
         ({"sampling": greedy(217)}, "prompt", r"40 prompt tokens \+ 217 max_tokens = 257"),
     ],
 )

@@ -15,7 +15,7 @@ class PrefixConfig:
     """`block_size` is the granularity of hits in tokens, by default the prefill block's. A host
     tier of `host_nbytes` bytes and a disk tier of `disk_nbytes` bytes under `disk_directory`
     exist if their sizes are above 0; files go through the host tier's memory. Raises
-    `LayoutError` for a tier that lacks what it needs."""
+    `LayoutError` for a tier that lacks what it needs, and for a directory that is none."""
 
     enabled: bool = True
     block_size: int | None = field(
@@ -35,6 +35,9 @@ class PrefixConfig:
                 f"a disk tier in {self.disk_directory} needs a size, is {self.disk_nbytes}, and a "
                 f"host tier, is {self.host_nbytes} bytes"
             )
+        directory = self.disk_directory
+        if directory is not None and directory.exists() and not directory.is_dir():
+            raise LayoutError(f"disk_directory = {str(directory)!r}, must be a directory")
 
     def unit_size(self, layout: KVLayout) -> int:
         """Tokens of a block of the chain, which is also a unit of the tiers."""
