@@ -1,32 +1,30 @@
 """DiskTier: which units lie in files of a directory, within a number of bytes.
 
 The index is read from the files themselves when the tier is opened, so it survives a restart, and a
-file is served only if it proves what it holds. Whatever else lies in the directory stays there.
+file is served only if it proves what it holds. One that proves to be broken, or was left half
+written by an engine that was killed, is deleted; what is not named as a file of a tier stays.
 """
 
 import contextlib
-import json
 import os
-import re
 from pathlib import Path
 
 from attrs import define, field
 from torch import Tensor
 
 from kvflow.engine.prefix.hashes import HASH_SCHEME, Chain
+from kvflow.engine.tiers.directory import agree_on, remove_drafts, unit_files
 from kvflow.engine.tiers.host import Entry, Place
-from kvflow.engine.tiers.unitfile import FileMover, UnitFile, open_unit, write_unit
-from kvflow.errors import CapacityError, KvflowError, TransferError
-
-_NAME = re.compile(r"[0-9a-f]{64}\.unit")
-_MANIFEST = "tier.json"
+from kvflow.engine.tiers.unitfile import BrokenUnitError, FileMover, UnitFile, open_unit, write_unit
+from kvflow.errors import CapacityError, TransferError
 
 
 @define(eq=False)
 class DiskTier:
     """Files of at most `nbytes` bytes in `directory`; the one left alone the longest goes first.
-    The index belongs to one thread, `read` and `write` may run in others. Raises `KvflowError` for
-    a directory of another tier, naming the setting that differs."""
+    The index belongs to one thread, `read` and `write` may run in others. Several engines may use
+    one directory; each bounds the files it has indexed, those of others as of its opening. Files
+    that may not be read are left to whoever may, and not counted. Raises what `agree_on` raises."""
 
     directory: Path
     nbytes: int
@@ -42,35 +40,20 @@ class DiskTier:
 
     def __attrs_post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._agree()
+        agree_on(self.directory, {"hash_scheme": HASH_SCHEME, "block_size": self.unit_size})
+        remove_drafts(self.directory)
         found = []
-        for path in self.directory.iterdir():
-            if _NAME.fullmatch(path.name):
-                try:
-                    found.append((path.stat().st_mtime_ns, open_unit(path)))
-                except (TransferError, OSError):
-                    self.num_refused += 1
+        for path in unit_files(self.directory):
+            try:
+                found.append((path.stat().st_mtime_ns, open_unit(path)))
+            except BrokenUnitError:
+                self.num_refused += 1
+                _remove(path)
+            except (TransferError, OSError):
+                self.num_refused += 1
         for _, file in sorted(found, key=lambda each: each[0]):
             self._index(file)
         self._shrink(0)
-
-    def _agree(self) -> None:
-        """The directory's settings are this tier's, or are set so if it has none."""
-        mine = {"hash_scheme": HASH_SCHEME, "block_size": self.unit_size}
-        path = self.directory / _MANIFEST
-        if not path.exists():
-            path.write_text(json.dumps(mine))
-        try:
-            theirs = json.loads(path.read_text())
-        except ValueError as error:
-            raise KvflowError(f"{path} is no manifest of a disk tier: {error}") from error
-        for name, value in mine.items():
-            if not isinstance(theirs, dict) or theirs.get(name) != value:
-                said = theirs.get(name) if isinstance(theirs, dict) else theirs
-                raise KvflowError(
-                    f"disk tier {self.directory}: {name} is {said!r} there and {value!r} here; no "
-                    f"key would ever match"
-                )
 
     # --- the index
 
@@ -118,10 +101,19 @@ class DiskTier:
         self._shrink(0)
 
     def refuse(self, file: UnitFile) -> None:
-        """The file did not hold what it should: it is found no more."""
+        """The file did not hold what it should: it is found no more, and deleted, unless another
+        engine has put one of its own there in the meantime."""
         self.num_refused += 1
-        if self._files.get(file.entry.place) is file:
-            self._forget(file.entry.place)
+        if self._files.get(file.entry.place) is not file:
+            return
+        self._forget(file.entry.place)
+        with contextlib.suppress(TransferError):
+            theirs = open_unit(file.path)
+            if theirs.digest != file.digest:
+                self._index(theirs)
+                self._shrink(0)
+                return
+        _remove(file.path)
 
     def clear(self) -> int:
         """Deletes every indexed file; returns how many there were."""
@@ -135,8 +127,8 @@ class DiskTier:
 
     def _index(self, file: UnitFile) -> None:
         place = file.entry.place
-        if place in self._files:
-            self._forget(place)
+        if place in self._files and (before := self._forget(place)).path != file.path:
+            _remove(before.path)
         self._files[place] = file
         self._variants.setdefault(place.hash, set()).add(place)
         self.held_nbytes += file.file_nbytes
@@ -150,8 +142,7 @@ class DiskTier:
         return file
 
     def _delete(self, place: Place) -> None:
-        with contextlib.suppress(OSError):  # somebody else was faster
-            self._forget(place).path.unlink()
+        _remove(self._forget(place).path)
 
     # --- files
 
@@ -162,3 +153,8 @@ class DiskTier:
     def read(self, file: UnitFile, data: Tensor) -> None:
         """Fills `data` with a file's unit, proven. Raises `TransferError`."""
         file.read(self.files, data)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody else was faster
+        path.unlink()

@@ -7,7 +7,6 @@ complete and synchronised before its own name exists, so a crash leaves none tha
 import hashlib
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from kvflow.engine.prefix.hashes import HASH_SCHEME
+from kvflow.engine.tiers.directory import draft_of
 from kvflow.engine.tiers.host import Entry, Place
 from kvflow.errors import TransferError
 
@@ -34,6 +34,10 @@ class FileMover(Protocol):
     def read(self, fd: int, offset: int, data: Tensor) -> None:
         """Every byte comes from the file. Raises `TransferError`, for a short file too."""
         ...
+
+
+class BrokenUnitError(TransferError):
+    """What was read of a file proves that it is none of this tier's, or is damaged."""
 
 
 @frozen(eq=False)
@@ -80,34 +84,29 @@ def write_unit(path: Path, entry: Entry, data: Tensor, files: FileMover) -> Unit
     head = MAGIC + len(header).to_bytes(_SIZE_NBYTES, "little") + header
     head += hashlib.sha256(header).digest()
     start = _payload_start(len(head))
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        fd = _open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
+        with draft_of(path) as (draft, fd):
             os.truncate(fd, start + data.numel())
             if os.pwrite(fd, head, 0) != len(head):
                 raise TransferError(f"{draft}: no room for the header")
             files.write(fd, start, data)
             os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(draft, path)
+            os.replace(draft, path)
     except OSError as error:
         raise TransferError(f"{path} cannot be written: {error}") from error
-    finally:
-        draft.unlink(missing_ok=True)
     return UnitFile(path, entry, data.numel(), start, digest)
 
 
 def open_unit(path: Path) -> UnitFile:
-    """Reads and proves the header of a file. Raises `TransferError` for one that is missing, short,
-    damaged, foreign or hashed otherwise."""
+    """Reads and proves the header of a file. Raises `TransferError` for one that is missing or
+    cannot be read, `BrokenUnitError` for a short, damaged or foreign one, or another hash scheme.
+    """
     fd = _open(path, os.O_RDONLY)
     try:
         fixed = os.pread(fd, len(MAGIC) + _SIZE_NBYTES, 0)
         size = int.from_bytes(fixed[len(MAGIC) :], "little")
         if fixed[: len(MAGIC)] != MAGIC or size > _MOST_HEADER:
-            raise TransferError(f"{path} is no file of this tier: it begins {fixed!r}")
+            raise BrokenUnitError(f"{path} is no file of this tier: it begins {fixed!r}")
         rest = os.pread(fd, size + _DIGEST_NBYTES, len(fixed))
         actual = os.fstat(fd).st_size
     except OSError as error:
@@ -116,20 +115,20 @@ def open_unit(path: Path) -> UnitFile:
         os.close(fd)
     header, digest = rest[:size], rest[size:]
     if hashlib.sha256(header).digest() != digest:
-        raise TransferError(f"{path}: the header is not what was written")
+        raise BrokenUnitError(f"{path}: the header is not what was written")
     start = _payload_start(len(fixed) + len(rest))
     try:
         file = _parse(path, json.loads(header), start)
     except (KeyError, TypeError, ValueError) as error:
-        raise TransferError(f"{path}: a header of another version: {error!r}") from error
+        raise BrokenUnitError(f"{path}: a header of another version: {error!r}") from error
     if actual != file.file_nbytes:
-        raise TransferError(f"{path} has {actual} bytes, its header says {file.file_nbytes}")
+        raise BrokenUnitError(f"{path} has {actual} bytes, its header says {file.file_nbytes}")
     return file
 
 
 def _parse(path: Path, said: dict[str, Any], start: int) -> UnitFile:
     if said["scheme"] != HASH_SCHEME:
-        raise TransferError(f"{path} is hashed by {said['scheme']!r}, here by {HASH_SCHEME!r}")
+        raise BrokenUnitError(f"{path} is hashed by {said['scheme']!r}, here by {HASH_SCHEME!r}")
     following = said["following"]
     place = Place(bytes.fromhex(said["hash"]), None if following is None else int(following))
     entry = Entry(place, bytes.fromhex(said["tokens"]), bytes.fromhex(said["label"]))

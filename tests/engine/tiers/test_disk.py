@@ -1,9 +1,12 @@
 """The disk tier: files that prove what they hold, within a budget, found again by a new engine."""
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -72,6 +75,11 @@ def test_what_is_written_is_read_and_found_by_the_next_tier(files, tmp_path):
     assert tier.find(CHAIN, 1, 9) is None
 
 
+def nbytes_in(directory):
+    """Of all files there but the manifest."""
+    return sum(p.stat().st_size for p in directory.iterdir() if p.is_file() and p.suffix != ".json")
+
+
 def unit_path(tier, k):
     return tier.find(CHAIN, k, CHAIN.following(k)).path
 
@@ -102,8 +110,9 @@ def test_a_file_that_proves_nothing_is_refused_counted_and_a_miss(files, tmp_pat
         path.write_bytes(spoiled)
     again = DiskTier(tmp_path, 1 << 20, 4, files)
     assert found(again) == [1]
-    assert again.num_refused == 1
-    assert path.exists()  # whoever's it is, it stays
+    assert again.num_refused == (damage != "directory")
+    assert path.exists() == (damage == "directory")  # that is no file of the tier's
+    assert nbytes_in(tmp_path) == again.held_nbytes
 
 
 @pytest.mark.parametrize("where", ["first", "last", "gone", "cut"])
@@ -128,6 +137,7 @@ def test_bytes_that_changed_since_are_never_served(files, tmp_path, where):
     tier.refuse(file)
     assert found(tier) == []
     assert tier.num_refused == 1
+    assert nbytes_in(tmp_path) == tier.held_nbytes == 0
     store(tier, 0)  # and it can be stored anew
     assert torch.equal(read(tier, 0), payload(0))
 
@@ -157,7 +167,7 @@ def test_the_oldest_files_go_and_a_unit_that_never_fits_is_refused(files, tmp_pa
 def test_a_write_that_fails_leaves_nothing(files, tmp_path):
     tier = DiskTier(tmp_path / "tier", 1 << 20, 4, files)
     shutil.rmtree(tier.directory)
-    with pytest.raises(TransferError, match="cannot be opened"):
+    with pytest.raises(TransferError, match="cannot be written"):
         tier.write(CHAIN.key(0, 4), entry(0), payload(0))
     assert not tier.directory.exists()
 
@@ -169,11 +179,153 @@ def test_fault_i02_other_hash_settings_are_refused_at_the_start_by_name(tmp_path
         with pytest.raises(KvflowError, match="block_size is 4 there and 8 here"):
             DiskTier(tmp_path, 1 << 20, 8, PlainFiles())
         return
-    said = json.dumps({"hash_scheme": "sha1", "block_size": 4}) if setting != "manifest" else "{"
+    said = (
+        json.dumps({"hash_scheme": "sha1", "block_size": 4})
+        if setting != "manifest"
+        else "something else"
+    )
     (tmp_path / "tier.json").write_text(said)
     text = "hash_scheme is 'sha1' there" if setting != "manifest" else "no manifest"
     with pytest.raises(KvflowError, match=text):
         DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+
+
+@pytest.mark.parametrize("said", ["", "{", '{"hash_scheme": "kv'])
+@pytest.mark.parametrize("has_units", [False, True])
+def test_a_manifest_that_was_cut_off_is_replaced_if_nothing_depends_on_it(
+    tmp_path, said, has_units
+):
+    if has_units:
+        store(DiskTier(tmp_path, 1 << 20, 4, PlainFiles()), 0)
+    (tmp_path / "tier.json").write_text(said)
+    if has_units:
+        with pytest.raises(KvflowError, match=r"no manifest.*delete it, and the \*.unit files"):
+            DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+        return
+    for _ in range(2):
+        DiskTier(tmp_path, 1 << 20, 8, PlainFiles())
+    with pytest.raises(KvflowError, match="block_size is 8 there and 4 here"):
+        DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+
+
+@pytest.mark.parametrize("said", [None, ""])
+def test_of_engines_that_open_a_directory_at_once_the_first_sets_what_it_is(tmp_path, said):
+    """Those with the same settings all get it, the others are told what differs."""
+
+    def open_tier(directory, unit_size, barrier, ends):
+        barrier.wait()
+        try:
+            ends.append(DiskTier(directory, 1 << 20, unit_size, PlainFiles()).unit_size)
+        except KvflowError as error:
+            ends.append(str(error).partition(": ")[2])
+
+    for attempt in range(60):
+        directory, ends = tmp_path / str(attempt), []
+        directory.mkdir()
+        if said is not None:
+            (directory / "tier.json").write_text(said)
+        sizes, barrier = (4, 8, 4, 8), threading.Barrier(4)
+        threads = [
+            threading.Thread(target=open_tier, args=(directory, size, barrier, ends))
+            for size in sizes
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        won = json.loads((directory / "tier.json").read_text())["block_size"]
+        lost = f"block_size is {won} there and {12 - won} here; no key would ever match"
+        assert sorted(ends, key=str) == [won, won, lost, lost]
+        assert [p.name for p in directory.iterdir()] == ["tier.json"]
+
+
+WRITE_FOR_EVER = """
+import os, pathlib, sys, time
+from kvflow.engine.tiers.directory import draft_of
+with draft_of(pathlib.Path(sys.argv[1], "a" * 64 + ".unit")) as (draft, fd):
+    os.write(fd, bytes(9000))
+    print(draft.name, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_engine_left_is_removed_and_nobody_elses(tmp_path):
+    """While it writes, its draft stays; when it was killed, the next engine removes it."""
+    foreign = ["notes.txt", ".hidden", f".{'a' * 64}.unit.backup", f"{'a' * 64}.unit.bak", "b.unit"]
+    for name in foreign:
+        (tmp_path / name).write_bytes(b"x")
+    command = [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            draft = writer.stdout.readline().strip()
+            DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+            assert set(os.listdir(tmp_path)) == {*foreign, "tier.json", draft}
+        finally:
+            writer.kill()
+    assert (tmp_path / draft).stat().st_size == 9000
+    DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+    assert set(os.listdir(tmp_path)) == {*foreign, "tier.json"}
+
+
+def test_an_opening_engine_takes_no_draft_from_one_that_writes(tmp_path):
+    ends = threading.Event()
+
+    def keep_opening():
+        while not ends.is_set():
+            DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+
+    opener = threading.Thread(target=keep_opening)
+    opener.start()
+    try:
+        tier = DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+        for k in (*range(9), *range(9)) * 4:
+            store(tier, k)
+    finally:
+        ends.set()
+        opener.join()
+    assert found(tier) == list(range(9))
+    assert nbytes_in(tmp_path) == tier.held_nbytes
+
+
+def test_a_draft_that_was_removed_before_it_was_locked_is_begun_anew(tmp_path, monkeypatch):
+    tier, lock, taken = DiskTier(tmp_path, 1 << 20, 4, PlainFiles()), fcntl.flock, []
+
+    def remove_first(fd, operation):
+        if not taken:
+            taken.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.unlink(taken[0])
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    store(tier, 0)
+    assert len(taken) == 1
+    assert torch.equal(read(tier, 0), payload(0))
+
+
+def test_a_budget_bounds_a_directory_full_of_broken_files(tmp_path):
+    first = DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+    for k in range(9):
+        store(first, k)
+    for k in range(4):
+        os.truncate(unit_path(first, k), 6000)
+    shutil.copy(unit_path(first, 8), tmp_path / f"{'0' * 64}.unit")  # holds what it is not named
+    tier = DiskTier(tmp_path, 3 * (4096 + 5000), 4, PlainFiles())
+    assert len(tier) == 3
+    assert nbytes_in(tmp_path) == tier.held_nbytes <= tier.nbytes
+
+
+def test_a_file_that_another_engine_has_replaced_is_its_own(tmp_path):
+    """Rows of one prefix may have other bits there: a miss here, once, and no loss there."""
+    mine = DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+    store(mine, 0)
+    theirs = DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+    theirs.publish(theirs.write(CHAIN.key(0, 4), entry(0), payload(7)))
+    with pytest.raises(TransferError, match="not what was written"):
+        read(mine, 0)
+    mine.refuse(mine.find(CHAIN, 0, 4))
+    for tier in (mine, theirs):
+        assert torch.equal(read(tier, 0), payload(7))
+        assert tier.held_nbytes == nbytes_in(tmp_path)
 
 
 @given(st.binary(max_size=200), st.integers(0, 3000))
