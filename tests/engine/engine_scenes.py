@@ -1,54 +1,65 @@
-"""Drawn deployments for the sweep: every option of both engines, and requests in waves."""
+"""Drawn deployments for the sweep: every option of both engines, and requests in waves.
 
-import asyncio
-import contextlib
+A scene has an aim: "any" draws every option freely, "tiers" is bent towards prefixes that come back
+from host and disk, "crowd" towards decode pools in which two requests begin but do not both end.
+"""
 
 import numpy as np
 from attrs import evolve, frozen
-from engine_world import config, one_rank_tokens, until, world
+from engine_world import config, reference_model
 from hypothesis import strategies as st
 
 from kvflow.engine.access import AccessOptions
 from kvflow.engine.api import Request, SamplingParams
+from kvflow.engine.hisparse import HiSparseSizes
+from kvflow.engine.hisparse.sizes import HiSparseBytes
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.launch.config import LaunchConfig
 
+AIMS = ("any", "tiers", "crowd")
 VOCAB = 320
 MAX_LEN = 64
-HELD = ("used_blocks", "quarantined_blocks")
+MAX_TOKENS = 14
+MAX_STEM, MAX_OWN = 38, 12
 UNIT_NBYTES = 1 << 14
 """About a unit of 4 tokens of the fixture model, in bytes: tiers of a few units."""
 
 
 @frozen
 class Arrival:
-    """A request, and after how many tokens its client goes (None: it stays)."""
+    """A request, after how many tokens its client goes (None: it stays), and the index of a token
+    of it, computed alone, that is to stop it (None: nothing does)."""
 
     request: Request
     cancel_after: int | None = None
+    stop_at: int | None = None
 
 
 @frozen
 class Scene:
     """A deployment and waves of requests; those of a wave are served at the same time. `stored_by`
-    is a deployment of another layout that serves the first wave, with the same disk tier."""
+    is a deployment of another layout that serves the first wave, with the same disk tier. Drafts
+    that the model makes become those that come true in `right_of_8` places of 8, or stay (None)."""
 
     launch: LaunchConfig
     waves: tuple[tuple[Arrival, ...], ...]
     stored_by: LaunchConfig | None = None
+    right_of_8: int | None = None
 
 
 @st.composite
-def samplings(draw):
-    """Greedy or seeded, up to 8 tokens."""
+def samplings(draw, low):
+    """Greedy or seeded, with and without log-probabilities."""
     temperature = draw(st.sampled_from([0, 0, 0.5, 1.0, 2.0]))
     top_p = draw(st.sampled_from([1.0, 0.9, 0.3]))
     seed = draw(st.integers(0, 2**63 - 1))
-    return SamplingParams(draw(st.integers(1, 8)), temperature, top_p, seed, ignore_eos=True)
+    logprobs = draw(st.sampled_from([None, None, 0, 3]))
+    count = draw(st.integers(low, MAX_TOKENS))
+    return SamplingParams(count, temperature, top_p, seed, ignore_eos=True, num_logprobs=logprobs)
 
 
 def _divisors(n):
-    return [d for d in (1, 2, 4, 8) if n % d == 0]
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 @st.composite
@@ -63,47 +74,63 @@ def accesses(draw):
 
 
 @st.composite
-def prefill_options(draw):
-    """The prefill engine's part of a launch."""
-    pcp, tp = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 1, 2]))
-    if pcp * tp > 8:
-        tp = 1
-    block = draw(st.integers(1, 12))
+def prefill_options(draw, aim):
+    """The prefill engine's part of a launch: of 1 to 8 ranks where they are the aim."""
+    pcp = draw(st.integers(1, 8)) if aim == "any" else draw(st.integers(1, 3))
+    tp = draw(st.sampled_from([1, 1, 2])) if pcp <= 4 and aim != "crowd" else 1
+    sizes = [MAX_LEN, MAX_LEN + 9] if aim == "tiers" else [MAX_LEN, MAX_LEN + 9, 3 * MAX_LEN]
     return {
         "pcp": pcp,
         "tp": tp,
         "dcp": draw(st.sampled_from(_divisors(pcp * tp))),
         "interleave": draw(st.integers(1, 20)),
-        "prefill_block": block,
-        "prefill_kv_tokens": draw(st.sampled_from([MAX_LEN, MAX_LEN + 9, 3 * MAX_LEN])),
-        "max_num_batched_tokens": draw(st.sampled_from([5, 17, 40])),
+        "prefill_block": draw(st.integers(1, 12)),
+        "prefill_kv_tokens": draw(st.sampled_from(sizes if aim != "crowd" else [3 * MAX_LEN])),
+        "max_num_batched_tokens": draw(st.sampled_from([5, 17, 40] if aim != "crowd" else [64])),
         "access": draw(accesses()),
     }
 
 
 @st.composite
-def decode_options(draw):
+def decode_options(draw, aim, kv_dtype):
     """The decode engine's part of a launch."""
-    tp = draw(st.sampled_from([1, 1, 2]))
-    dcp = draw(st.sampled_from([1, 1, 2, 4]))
-    return {
-        "decode_ranks": draw(st.integers(1, 2)),
+    dcp = draw(st.sampled_from([1, 1, 2, 2, 3, 4, 4, 8] if aim == "any" else [1, 2, 2, 2, 3, 4]))
+    crowd = aim == "crowd"
+    tp = draw(st.sampled_from([1, crowd + 1, 2])) if dcp != 3 else 1
+    options = {
+        "decode_ranks": 1 if crowd or dcp == 8 else draw(st.integers(1, 2)),
         "decode_tp": tp,
         "decode_dcp": dcp,
-        "decode_interleave": draw(st.integers(1, 20)),
-        "decode_block": draw(st.integers(1, 12)),
-        "decode_kv_tokens": draw(st.integers(MAX_LEN, 2 * MAX_LEN)),
+        "decode_interleave": draw(st.integers(1, 2 if crowd else 20)),
+        "decode_block": draw(st.integers(1, 2 if crowd else 12)),
+        "decode_kv_tokens": draw(st.integers(MAX_LEN, MAX_LEN + 2 if crowd else 2 * MAX_LEN)),
         "decode_access": draw(accesses()),
-        "num_drafts": draw(st.integers(0, 4)),
-        "hisparse": draw(st.booleans()),
-        "max_num_seqs": draw(st.integers(1, 4)),
+        "num_drafts": draw(st.integers(1 if crowd else 0, 4)),
+        "hisparse": draw(st.sampled_from([False, True, crowd])),
+        "max_num_seqs": draw(st.integers(3 if crowd else 1, 4)),
     }
+    if options["hisparse"] and draw(st.booleans()):
+        options["hisparse_device_nbytes"] = _latent_pool_nbytes(options, kv_dtype)
+    return options
+
+
+def _latent_pool_nbytes(options, kv_dtype):
+    """The least that the hot part of HiSparse can be given."""
+    launch = config(**options, max_model_len=MAX_LEN)
+    model = reference_model(kv_dtype, "float64")
+    layout = launch.decode_layout(model.spec)
+    sizes = HiSparseSizes.for_drafts(
+        model.config.index_topk, launch.max_num_seqs, launch.num_drafts
+    )
+    blocks = layout.num_blocks_for(launch.decode_kv_tokens)
+    return HiSparseBytes.of(layout, blocks, sizes).latent_pool
 
 
 @st.composite
-def prefixes(draw, block, directory):
+def prefixes(draw, aim, directory):
     """Whether prefixes are reused, and from which tiers."""
-    tier = draw(st.sampled_from(["none", "device", "device", "host", "disk"]))
+    tiers = ["host", "disk"] if aim == "tiers" else ["none", "device", "device", "host", "disk"]
+    tier = draw(st.sampled_from(tiers))
     if tier == "none":
         return PrefixConfig(enabled=False)
     size = draw(st.sampled_from([None, 4]))
@@ -119,97 +146,52 @@ def _words(seed, count):
 
 
 @st.composite
-def waves(draw):
+def waves(draw, aim):
     """Prompts that begin alike, within a wave and from wave to wave."""
-    token = st.integers(0, VOCAB - 1)
-    stems = [_words(draw(st.integers(0, 2**32 - 1)), 40) for _ in range(2)]
-    drawn = []
-    for i in range(draw(st.integers(1, 3))):
-        wave = []
-        for j in range(draw(st.integers(1, 3))):
-            stem = draw(st.sampled_from(stems))
-            prompt = [*stem[: draw(st.integers(0, 40))], *draw(st.lists(token, max_size=12))]
-            request = Request(f"r{i}.{j}", tuple(prompt or [1]), draw(samplings()))
-            wave.append(Arrival(request, draw(st.sampled_from([None, None, None, 1, 3]))))
-        drawn.append(tuple(wave))
-    if draw(st.booleans()):
+    stems = [_words(draw(st.integers(0, 2**32 - 1)), MAX_STEM) for _ in range(2)]
+    drawn, crowd = [], aim == "crowd"
+    for i in range(1 if crowd else draw(st.integers(1, 3))):
+        count = draw(st.integers(3, 4) if crowd else st.integers(1, 3))
+        drawn.append(tuple(draw(arrivals(aim, f"r{i}.{j}", stems)) for j in range(count)))
+    if aim == "tiers" or (not crowd and draw(st.booleans())):
         drawn.append(tuple(_again(arrival) for arrival in drawn[0]))
     return tuple(drawn)
+
+
+@st.composite
+def arrivals(draw, aim, name, stems):
+    """A request, of a tenant or another, and its end."""
+    crowd = aim == "crowd"
+    low, high = {"any": (0, MAX_STEM), "tiers": (9, MAX_STEM), "crowd": (20, 24)}[aim]
+    own = draw(st.lists(st.integers(0, VOCAB - 1), max_size=2 if crowd else MAX_OWN))
+    prompt = [*draw(st.sampled_from(stems))[: draw(st.integers(low, high))], *own] or [1]
+    sampling = draw(samplings(13 if crowd else 1))
+    salt = draw(st.sampled_from([None, None, None, "one", "other"]))
+    stays = [None] * (8 if crowd else 3)
+    cancelled = draw(st.sampled_from([*stays, 1, 3]))
+    stop_at = draw(st.sampled_from([*stays, 2, 7]))
+    return Arrival(Request(name, tuple(prompt), sampling, salt), cancelled, stop_at)
 
 
 def _again(arrival):
     """The same prompt once more, when others may have taken its blocks."""
     name = arrival.request.request_id + " again"
-    return Arrival(evolve(arrival.request, request_id=name))
+    return evolve(arrival, request=evolve(arrival.request, request_id=name))
 
 
 @st.composite
-def scenes(draw, directory):
+def scenes(draw, aim, directory):
     """`directory()` gives a new directory for a disk tier."""
-    prefill = draw(prefill_options())
-    prefix = draw(prefixes(prefill["prefill_block"], directory()))
+    kv_dtype = draw(st.sampled_from(["fp8", "float64"]))
     common = {
-        "kv_dtype": draw(st.sampled_from(["fp8", "float64"])),
+        "kv_dtype": kv_dtype,
         "dtype": "float64",
         "max_model_len": MAX_LEN,
-        "prefix": prefix,
+        "prefix": draw(prefixes(aim, directory())),
     }
-    launch = config(**prefill, **draw(decode_options()), **common)
+    launch = config(**draw(prefill_options(aim)), **draw(decode_options(aim, kv_dtype)), **common)
     stored_by = None
-    if prefix.disk_nbytes:
-        stored_by = config(**draw(prefill_options()), **common)
-    return Scene(launch, draw(waves()), stored_by)
-
-
-async def _served(deployment, arrival):
-    tokens = []
-    async with contextlib.aclosing(deployment.generate(arrival.request)) as outputs:
-        async for output in outputs:
-            tokens.append(output.token)
-            if len(tokens) == arrival.cancel_after:
-                break
-    return arrival.request.request_id, tokens
-
-
-async def _waves(launch, waves):
-    tokens = {}
-    async with world(launch) as deployment:
-        for wave in waves:
-            tokens.update(await asyncio.gather(*(_served(deployment, a) for a in wave)))
-        await _idle(deployment)
-        hits = dict(deployment.prefill.kv.num_reused)
-    return tokens, hits
-
-
-async def _idle(deployment):
-    """Every block is free, or a prefix that can be evicted, on both sides."""
-    for pool in deployment.prefill.pools.values():
-        await until(lambda p=pool: p.num_available == p.num_blocks)
-    deployment.prefill.audit()
-    await until(lambda: not any(_held(deployment, rank) for rank in deployment.decode_ranks))
-    assert set(deployment._load.values()) == {0}
-    assert not deployment._live
-
-
-def _held(deployment, rank):
-    """Blocks that a decode group still holds, as it last said."""
-    gauges = deployment.gauges.get(rank, {})
-    return [n for name, n in gauges.items() if name.split(".")[0] in HELD and n]
-
-
-def serve(scene):
-    """Tokens by request, and reused tokens by tier. The first wave is served by `stored_by` too."""
-    hits = {}
-    if scene.stored_by is not None:
-        asyncio.run(_waves(scene.stored_by, scene.waves[:1]))
-    tokens, hits = asyncio.run(_waves(scene.launch, scene.waves))
-    return tokens, hits
-
-
-def assert_right(scene, tokens):
-    """Every request has the tokens of one rank alone, up to where its client left."""
-    for arrival in (a for wave in scene.waves for a in wave):
-        alone = one_rank_tokens(arrival.request, scene.launch.kv_dtype)
-        got = tokens[arrival.request.request_id]
-        stop = min(arrival.cancel_after or len(alone), len(alone))
-        assert got == alone[:stop], arrival.request.request_id
+    if launch.prefix.disk_nbytes:
+        stored_by = config(**draw(prefill_options(aim)), **common)
+    right = draw(st.sampled_from([None, 3, 5, 8]))
+    return Scene(launch, draw(waves(aim)), stored_by, right)

@@ -168,16 +168,22 @@ def reference_model(kv_dtype, dtype):
 
 
 def one_rank_tokens(one, kv_dtype, dtype="float64"):
-    """The tokens of a request computed alone on one rank: the prompt in one step, no transfer,
-    contiguous blocks, eos ignored."""
+    """The tokens of `one_rank_sampled`."""
+    return [sampled.token for sampled in one_rank_sampled(one, kv_dtype, dtype)]
+
+
+def one_rank_sampled(one, kv_dtype, dtype="float64"):
+    """What a request samples alone on one rank: the prompt in one step, no transfer, contiguous
+    blocks, nothing ends it before max_tokens."""
     model = reference_model(kv_dtype, dtype)
     n, total = len(one.prompt), len(one.prompt) + one.sampling.max_tokens
     layout = KVLayout.uniform(model.spec, Placement.simple(Replicated()), Paged(total))
     cache = RankCache.allocate(layout, 0, {"kv": 1})
     runner, table, name = StepRunner.over(model, layout, cache, LocalComm()), {"kv": [0]}, "alone"
     item = StepItem(name, 0, list(one.prompt), None, table, one.sampling)
-    tokens = [runner.run([item])[name][0].token]
-    while len(tokens) < one.sampling.max_tokens:
-        item = StepItem(name, n + len(tokens) - 1, tokens[-1:], None, table, one.sampling)
-        tokens.append(runner.run([item])[name][0].token)
-    return tokens
+    sampled = runner.run([item])[name]
+    while len(sampled) < one.sampling.max_tokens:
+        last = sampled[-1]
+        item = StepItem(name, n + len(sampled) - 1, [last.token], None, table, one.sampling)
+        sampled += runner.run([item])[name]
+    return sampled
