@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
+# Hypothesis: `quick` draws new examples each time, `ci` the same ones.
+PROFILE ?= quick
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -29,7 +31,8 @@ $(STAMP): pyproject.toml tools/install_torch.py
 	@touch $@
 
 test: lint type imports ## everything but the slow and the GPU tier; what CI runs
-	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not peers"
+	$(PYTEST) -q -n $(WORKERS) --dist worksteal --hypothesis-profile=$(PROFILE) \
+		-m "not slow and not gpu and not peers"
 
 test-slow: $(STAMP) ## thorough sweeps
 	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "slow and not gpu and not peers"
