@@ -67,8 +67,14 @@ class KVMemory(Protocol):
         published and not read in it."""
         ...
 
+    def flush(self, request_id: str) -> None:
+        """Every row of the request that a step has published is in `cache` afterwards, for
+        whoever reads its pages. Does nothing for a request that no step has named."""
+        ...
+
     def forget(self, request_id: str) -> None:
-        """The request has left this rank: whatever is kept for it besides its blocks can go."""
+        """The request has left this rank: whatever is kept for it besides its blocks can go; rows
+        that are not in `cache` are lost (see `flush`)."""
         ...
 
 

@@ -65,6 +65,9 @@ class PagedMemory:
             facts, shard, self.comm, self._lane, self.options, write_only, self.counters, self.log
         )
 
+    def flush(self, request_id: str) -> None:
+        """Every row is in `cache` as soon as it is published."""
+
     def forget(self, request_id: str) -> None:
         """Nothing is kept besides blocks."""
 

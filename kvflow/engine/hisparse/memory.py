@@ -19,7 +19,7 @@ from kvflow.engine.hisparse.sizes import LATENT, HiSparseSizes
 from kvflow.engine.hisparse.step import HiSparseStep
 from kvflow.engine.hisparse.tail import CLEAN, DIRTY
 from kvflow.engine.memory import StepRequest
-from kvflow.errors import CapacityError, KvflowError
+from kvflow.errors import CapacityError
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.transfers.executors.base import RankCache
 
@@ -159,11 +159,10 @@ class HiSparseMemory:
         return {f"hisparse_{name}": n for name, n in self.counters.items()} | self.access.totals()
 
     def flush(self, request_id: str) -> None:
-        """The request's host pages are complete afterwards, as of its last step. Raises
-        `KvflowError` for a request without a seat."""
-        if (held := self._requests.get(request_id)) is None:
-            raise KvflowError(f"request {request_id!r} has no seat, nothing of it can be flushed")
-        held.flush()
+        """The request's host pages are complete afterwards, as of its last step; those of one
+        without a seat are so already."""
+        if (held := self._requests.get(request_id)) is not None:
+            held.flush()
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Carries out `plan_copies`. Requests with a seat that hold a block which is copied are
