@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from kvflow.engine.api import EngineClient
 from kvflow.server.errors import ApiError, as_api_error, json_response
+from kvflow.server.events import EventFeed, SaysKVEvents
 from kvflow.server.fields import Fields, is_int, read_object, refuse
 from kvflow.server.generation import Generation, outcome_of
 from kvflow.server.metrics import CONTENT_TYPE, ServerMetrics, exposition
@@ -62,6 +63,7 @@ def make_app(
         Route("/v1/models/{name:path}", front.one_model, methods=["GET"]),
         Route("/health", front.health, methods=["GET"]),
         Route("/metrics", front.show_metrics, methods=["GET"]),
+        Route("/kv_events", front.kv_events, methods=["GET"]),
         Route("/tokenize", front.tokenize, methods=["POST"]),
         Route("/detokenize", front.detokenize, methods=["POST"]),
     ]
@@ -161,6 +163,12 @@ class _Front:
     async def show_metrics(self, request: Request) -> Response:
         text = exposition([*self.own_metrics.snapshot(), *self.engine.metrics()])
         return Response(text, media_type=CONTENT_TYPE)
+
+    async def kv_events(self, request: Request) -> ASGIApp:
+        log = self.engine.kv_events() if isinstance(self.engine, SaysKVEvents) else None
+        if log is None:
+            raise ApiError(404, "this engine says no KV events: it reuses no prefixes")
+        return EventFeed(log, self.model.name, self.stopping)
 
     async def tokenize(self, request: Request) -> Response:
         fields = await self._fields(request)

@@ -51,7 +51,7 @@ class Generation:
 
     async def _carry_out(self, answer: Answer, receive: Receive) -> Outcome:
         try:
-            if not await _while_wanted(self._run(answer), receive, self.stopping):
+            if not await while_wanted(self._run(answer), receive, self.stopping):
                 return "aborted"
             await answer.finish()
         except Exception as error:
@@ -104,7 +104,7 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-async def _while_wanted(
+async def while_wanted(
     work: Coroutine[Any, Any, None], receive: Receive, stopping: asyncio.Event
 ) -> bool:
     """Run `work`; False when the client went away first, `ApiError` when the server stops.

@@ -1,0 +1,1 @@
+"""The router as a process of its own: an OpenAI-compatible HTTP front before several servers."""
