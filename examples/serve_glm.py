@@ -3,6 +3,7 @@ decode ranks, with KV moved between them over NIXL, behind an OpenAI-compatible 
 
     python examples/serve_glm.py --model DIR --pcp 4 --dcp 4 --interleave 1 --decode-ranks 2 \
         --prefill-block 16 --decode-block 64 --kv-dtype fp8 --port 8000
+    python examples/serve_glm.py --preset article --config FILE
 
 With `--demo` it sends real prompts to itself, prints a table and ends: 0 if every transferred
 byte equals its source.
@@ -52,13 +53,13 @@ async def run(options: ServeOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
-        bound = stack.enter_context(bind(options.host, options.port))
+        bound = stack.enter_context(bind(options.server.host, options.server.port))
         entering = asyncio.ensure_future(stack.enter_async_context(world(launch)))
         if not await _unless(stop, entering):
             return 130
         engine = entering.result()
         app = make_app(engine, tokenizer)
-        server = await stack.enter_async_context(serve(app, options.host, bound=bound))
+        server = await stack.enter_async_context(serve(app, options.server.host, bound=bound))
         print(f"serving {engine.model_name} on {server.url}", flush=True)
         if not options.demo:
             await stop.wait()
@@ -103,6 +104,9 @@ def main(argv: Sequence[str]) -> int:
     """The program."""
     try:
         options = parse_options(argv, default_model=MODEL)
+        if options.print_config:
+            print(options.as_toml())
+            return 0
         if options.demo:
             options = evolve(options, launch=evolve(options.launch, verify_transfers=True), port=0)
         return asyncio.run(run(options))

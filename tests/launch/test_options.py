@@ -7,7 +7,7 @@ from launch_world import TINY
 
 from kvflow.errors import LayoutError
 from kvflow.launch.config import LaunchConfig
-from kvflow.launch.options import parse_options
+from kvflow.launch.options import ServerOptions, parse_options
 from kvflow.layouts.sharding import RoundRobin
 from kvflow.models.config import GlmConfig
 from kvflow.transfers.cost import Costs, Rate
@@ -23,7 +23,8 @@ def test_the_command_of_the_readme():
     assert options.launch == LaunchConfig(
         "dir", pcp=4, dcp=4, interleave=1, decode_ranks=2, prefill_block=16, decode_block=64
     )
-    assert (options.host, options.port, options.demo) == ("127.0.0.1", 8000, False)
+    assert options.server == ServerOptions("127.0.0.1", 8000)
+    assert not options.demo
 
 
 @pytest.mark.parametrize(
