@@ -16,8 +16,9 @@ from kvflow.engine.spec.counters import SpecCounters
 from kvflow.engine.spec.draft import Drafter
 from kvflow.engine.spec.kept import Home, Kept, KeptStates
 from kvflow.engine.spec.passes import DraftPass, plan_passes
-from kvflow.engine.spec.pending import PendingStep
+from kvflow.engine.spec.pending import PendingStep, StepTokens
 from kvflow.engine.spec.rows import StepRows
+from kvflow.errors import KvflowError
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.sharding import Replicated
@@ -65,20 +66,31 @@ class StepRunner:
         deal = balanced_deal([(rank,) for rank in range(comm.size)])
         return cls(model, PagedMemory(layout, cache, comm), comm, deal)
 
-    def run(self, items: Sequence[StepItem]) -> dict[str, list[Sampled]]:
+    def step(self, items: Sequence[StepItem]) -> StepTokens:
         """Computes the items' tokens, stores their KV, and samples where an item asks for it.
 
-        Returns the tokens sampled on this rank by request, 1 to ``num_drafts + 1`` of them: on the
-        ranks that compute the request's last position. Whoever forms the next step goes on behind
-        all of them. KV is then valid for every position before the last one, in all components;
-        positions up to ``stop + num_drafts`` need slots, and those behind hold rows that count for
-        nothing. Drafts are tried from the second step on in which an item asks for them."""
+        Returns the tokens sampled on this rank by request, 1 to ``num_drafts + 1`` of them, or
+        fewer of a request that failed: on the ranks that compute the request's last position.
+        Whoever forms the next step goes on behind all of them. KV is then valid for every position
+        before the last one, in all components; positions up to ``stop + num_drafts`` need slots,
+        and those behind hold rows that count for nothing. Drafts are tried from the second step on
+        in which an item asks for them. What a failed request has stored may hold no numbers, also
+        below its last token: nobody is to read it."""
         plan = self.plan(items)
-        emitted = self.launch(plan).read()
+        tokens = self.launch(plan).read()
         for item, home in zip(plan.items, plan.homes, strict=True):
-            if item.request_id in emitted and home[0] == self.comm.rank:
-                self.counters.count(item.num_drafts, len(emitted[item.request_id]) - 1)
-        return emitted
+            run = tokens.sampled.get(item.request_id)
+            if run and home[0] == self.comm.rank:
+                self.counters.count(item.num_drafts, len(run) - 1)
+        return tokens
+
+    def run(self, items: Sequence[StepItem]) -> dict[str, list[Sampled]]:
+        """The `step`'s tokens, for callers that end with their requests. Raises `KvflowError` for
+        one that failed on this rank."""
+        tokens = self.step(items)
+        for request_id, why in tokens.failed.items():
+            raise KvflowError(f"request {request_id!r}: {why}")
+        return tokens.sampled
 
     def forget(self, request_id: str) -> None:
         """The request has left this rank: finished, aborted or preempted."""

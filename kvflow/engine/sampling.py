@@ -58,8 +58,8 @@ def choose(logits: Tensor, draws: Draws) -> Tensor:
 
     Temperature 0 takes the largest logit, the smallest id among equals. Otherwise the row's
     uniform number is inverted through the cumulative distribution over the nucleus: the smallest
-    set of most likely tokens whose mass reaches `top_p` (ids break ties). A row that holds a NaN
-    becomes `vocab`, which is no token."""
+    set of most likely tokens whose mass reaches `top_p` (ids break ties). A row with a NaN or an
+    infinity becomes `vocab`, which is no token."""
     scores = logits.detach().to(torch.float64)
     vocab = scores.shape[1]
     best = scores.amax(1, keepdim=True)
@@ -68,7 +68,7 @@ def choose(logits: Tensor, draws: Draws) -> Tensor:
     if len(draws.drawn):
         rows = scores.index_select(0, draws.drawn) - best.index_select(0, draws.drawn)
         tokens.index_copy_(0, draws.drawn, _draw(rows / draws.temperature, draws))
-    return torch.where(best[:, 0].isnan(), vocab, tokens)
+    return torch.where(scores.isfinite().all(1), tokens, vocab)
 
 
 def _draw(scores: Tensor, draws: Draws) -> Tensor:

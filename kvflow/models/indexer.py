@@ -111,11 +111,13 @@ def tile_scores(queries: Tensor, weights: Tensor, tiles: Tensor) -> Tensor:
 
 def topk_positions(scores: Tensor, k: int) -> Tensor:
     """The k best positions of each row of ``[m, n]``, as int64 ``[m, k]`` ascending. Of equal
-    scores the lower position wins. Every row must have at least k scores above -inf.
+    scores the lower position wins, and a NaN is better than all: what it comes from is attended
+    to, and spoils what is its own. Every row must have at least k scores above -inf.
 
     All shapes follow from those of the arguments, so the host waits for nothing: how many are
     above the k-th best score is counted, the first of its equals fill up, and running counts say
     where each chosen position goes."""
+    scores = scores.masked_fill(scores.isnan(), torch.inf)
     threshold = scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above, equal = scores > threshold, scores == threshold
     wanted = k - above.sum(-1, keepdim=True)

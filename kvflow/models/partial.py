@@ -60,8 +60,9 @@ def attend_part(
         table = decode_latent(record, packed, queries.dtype)
         held = counts[some]
         width = group_size(int(held.max()), topk)
-        rows = index.new_zeros(len(some), width)
-        rows[torch.arange(width) < held[:, None]] = index
+        # Padding repeats a row of its own: weight 0 does not hide what is NaN.
+        nth = torch.minimum(torch.arange(width), held[:, None] - 1)
+        rows = index[(held.cumsum(0) - held)[:, None] + nth]
         for g in groups_of(rows, held, topk):
             _attend_part(queries, table, Group(some[g.queries], g.rows, g.counts), out, lse)
     return PartialAttention(out, lse, "e")

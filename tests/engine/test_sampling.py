@@ -154,8 +154,9 @@ def test_extreme_parameters_draw_a_real_token():
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_a_row_that_is_no_numbers_becomes_no_token(temperature):
-    logits = torch.tensor([LOGITS, [0.0, math.nan, 0, 0, 9, 0], LOGITS])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_becomes_no_token(temperature, value):
+    logits = torch.tensor([LOGITS, [0.0, value, 0, 0, 9, 0], LOGITS])
     rows = [(params(temperature=temperature), i) for i in range(3)]
     tokens = choose(logits, Draws.of(rows)).tolist()
     assert tokens[1] == len(LOGITS)

@@ -27,6 +27,14 @@ def test_topk_with_ties(scores: list[list[float]], k: int) -> None:
     assert got.tolist() == [best(row, k) for row in scores]
 
 
+@given(st.lists(st.sampled_from([0.0, 1.0, torch.nan, torch.inf]), min_size=1, max_size=9))
+def test_scores_that_are_no_numbers_are_chosen_first(scores):
+    k = (len(scores) + 1) // 2
+    got = topk_positions(torch.tensor([scores, [0.0] * len(scores)]), k).tolist()
+    value = [torch.inf if x != x else x for x in scores]
+    assert got == [best(value, k), list(range(k))]
+
+
 def test_the_oracle_sees_a_wrong_tie() -> None:
     assert best([1.0, 0.0, 0.0], 2) == [0, 1] != [0, 2]
 

@@ -122,7 +122,7 @@ class Union:
             here = np.arange(new, new + len(w.new))
             both = torch.from_numpy(np.concatenate([place[cached : cached + len(w.cached)], here]))
             index = both[w.index]
-            rows.append(torch.cat([index, index.new_zeros(len(index), width - index.shape[1])], 1))
+            rows.append(torch.cat([index, index[:, :1].expand(-1, width - index.shape[1])], 1))
             cached, new = cached + len(w.cached), new + len(w.new)
         self._groups = groups_of(torch.cat(rows), counts, topk) if rows else ()
 

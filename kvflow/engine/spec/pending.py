@@ -9,7 +9,15 @@ from torch import Tensor
 from kvflow.engine.messages import StepItem
 from kvflow.engine.sampling import Sampled, logprobs
 from kvflow.engine.spec.rows import SampledRow
-from kvflow.errors import KvflowError
+
+
+@frozen(eq=False)
+class StepTokens:
+    """What one rank sampled in a step, by request. `failed` says why no token can follow those in
+    `sampled`, of which there may be none; such a request is to end, and the others go on."""
+
+    sampled: dict[str, list[Sampled]]
+    failed: dict[str, str]
 
 
 @frozen(eq=False)
@@ -40,33 +48,36 @@ class PendingStep:
         wanting = tuple(i for i, count in enumerate(counts) if count is not None)
         place, vocab_size = torch.tensor(wanting, dtype=torch.int64), logits.shape[1]
         most = min(max((n for n in counts if n is not None), default=0), vocab_size)
-        tokens = chosen.index_select(0, place).clamp(max=vocab_size - 1)  # of a NaN: see `_sampled`
+        tokens = chosen.index_select(0, place).clamp(max=vocab_size - 1)  # of no token: see `read`
         said = logprobs(logits.index_select(0, place), tokens, most)
         return cls(items, rows, vocab_size, table, wanting, said)
 
-    def read(self) -> dict[str, list[Sampled]]:
+    def read(self) -> StepTokens:
         """By request, the tokens of this step: the one sampled behind the newest token, and one
-        behind each draft that came true. Waits for the step. Raises `KvflowError` where logits
-        were no numbers."""
+        behind each draft that came true. A request has failed where it came to logits that are
+        not finite, of a row that counts. Waits for the step."""
         flat = torch.cat([self.table.flatten(), self.said.flatten()]).cpu()
         size = self.table.numel()
         pairs = flat[:size].view(-1, 2).to(torch.int64).tolist()
         about = dict(zip(self.wanting, flat[size:].view(self.said.shape).tolist(), strict=True))
         emitted: dict[str, list[Sampled]] = {}
+        failed: dict[str, str] = {}
         for i, (row, (own, token)) in enumerate(zip(self.rows, pairs, strict=True)):
             item = self.items[row.item_idx]
             run = emitted.setdefault(item.request_id, [])
-            if len(run) == row.position + 1 - item.stop and (not run or run[-1].token == own):
-                run.append(self._sampled(row, token, about.get(i)))
-        return emitted
+            if len(run) != row.position + 1 - item.stop or (run and run[-1].token != own):
+                continue
+            if token < self.vocab_size:
+                run.append(_sampled(row, token, about.get(i)))
+            else:
+                failed[item.request_id] = f"the logits at position {row.position} are not finite"
+        return StepTokens(emitted, failed)
 
-    def _sampled(self, row: SampledRow, token: int, said: list[float] | None) -> Sampled:
-        position = row.position + 1
-        if not 0 <= token < self.vocab_size:
-            name = self.items[row.item_idx].request_id
-            raise KvflowError(f"request {name!r}: the logits at position {row.position} hold NaN")
-        if said is None:
-            return Sampled(token, position)
-        most, count = len(said) // 2, row.sampling.num_logprobs
-        best = zip(map(int, said[1 : 1 + most]), said[1 + most :], strict=True)
-        return Sampled(token, position, said[0], tuple(best)[:count])
+
+def _sampled(row: SampledRow, token: int, said: list[float] | None) -> Sampled:
+    position = row.position + 1
+    if said is None:
+        return Sampled(token, position)
+    most, count = len(said) // 2, row.sampling.num_logprobs
+    best = zip(map(int, said[1 : 1 + most]), said[1 + most :], strict=True)
+    return Sampled(token, position, said[0], tuple(best)[:count])

@@ -168,7 +168,7 @@ def test_logits_that_are_no_numbers_are_an_error():
     runner = runner_for(20)
     nan = Spied(runner.model, lambda hidden: torch.full((len(hidden), VOCAB), torch.nan))
     object.__setattr__(runner, "model", nan)
-    with pytest.raises(KvflowError, match="'x': the logits at position 5 hold NaN"):
+    with pytest.raises(KvflowError, match="'x': the logits at position 5 are not finite"):
         runner.run([StepItem("x", 0, PROMPT, None, table(runner, 20), GREEDY)])
 
 
