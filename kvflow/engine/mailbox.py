@@ -4,7 +4,9 @@ A rank owns a blocking `Mailbox`. The front owns one `Hub` for all ranks, in its
 """
 
 import asyncio
+import math
 import queue
+import time
 from typing import Protocol
 
 import msgspec
@@ -12,6 +14,8 @@ import zmq
 import zmq.asyncio
 from attrs import define, field
 
+from kvflow.engine.curve import Curve, Guard
+from kvflow.engine.link import Link
 from kvflow.engine.messages import (
     FromRank,
     ToRank,
@@ -108,42 +112,73 @@ class ThreadMailbox:
 
 @define(eq=False)
 class ZmqHub:
-    """ROUTER socket bound at `address`; ranks are known by their names."""
+    """ROUTER socket bound at `address`; ranks are known by their names. With `curve` only holders
+    of its secret come in; without, whoever reaches the address does, so that it must be private."""
 
     address: str
+    curve: Curve | None = None
     _context: zmq.asyncio.Context = field(init=False, factory=zmq.asyncio.Context)
     _socket: zmq.asyncio.Socket = field(init=False)
+    _guard: Guard | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 500)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(self.address)
+        if self.curve is not None:
+            self._guard = self.curve.guard(self._context, self._socket)
+        try:
+            self._socket.bind(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise KvflowError(f"cannot listen at {self.address}: {error}") from error
 
     def send(self, name: str, message: ToRank) -> None:
         """Raises `KvflowError` if the rank is not connected."""
+        self.send_bytes(name, encode(message))
+
+    def send_bytes(self, name: str, data: bytes) -> None:
+        """Raises `KvflowError` if the rank is not connected."""
         # Through the asyncio socket, never below it: a send may swallow the edge that announces a
         # message to receive, and only this socket looks again. With DONTWAIT it is done at once.
-        parts = [name.encode(), encode(message)]
-        sent = asyncio.ensure_future(self._socket.send_multipart(parts, zmq.DONTWAIT))
+        sent = asyncio.ensure_future(
+            self._socket.send_multipart([name.encode(), data], zmq.DONTWAIT)
+        )
         if error := sent.exception():
             raise KvflowError(f"rank {name!r} cannot be reached: {error}") from error
 
+    def is_connected(self, name: str) -> bool:
+        """Whether the rank's connection stands. Ranks see nothing of the question."""
+        try:
+            self.send_bytes(name, b"")
+        except KvflowError as error:
+            return isinstance(error.__cause__, zmq.Again)  # a full queue is a connection too
+        return True
+
     async def receive(self) -> tuple[str, FromRank]:
+        name, data = await self.receive_bytes()
+        return name, _decoded(name, data)
+
+    async def receive_bytes(self) -> tuple[str, bytes]:
         name, data = await self._socket.recv_multipart()
-        return name.decode(), _decoded(name.decode(), data)
+        return name.decode(), data
 
     def close(self) -> None:
         self._socket.close()
+        if self._guard is not None:
+            self._guard.stop()
         self._context.term()
 
 
 @define(eq=False)
 class ZmqMailbox:
-    """A rank's DEALER socket, connected to a `ZmqHub`."""
+    """A rank's DEALER socket, connected to a `ZmqHub`. With `curve`, the hub's, there is a `link`
+    that knows how the connection fares."""
 
     name: str
     address: str
+    curve: Curve | None = None
+    link: Link | None = field(init=False, default=None)
     _context: "zmq.Context[zmq.Socket[bytes]]" = field(init=False, factory=zmq.Context)
     _socket: "zmq.Socket[bytes]" = field(init=False)
 
@@ -151,18 +186,37 @@ class ZmqMailbox:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 500)
         self._socket.set(zmq.IDENTITY, self.name.encode())
+        if self.curve is not None:
+            self.curve.present(self._socket)
+            self.link = Link.watch(self._socket)
         self._socket.connect(self.address)
 
     def receive(self, timeout: float | None) -> list[ToRank]:
-        messages: list[ToRank] = []
-        if self._socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
+        return [decode_to_rank(data) for data in self.receive_bytes(timeout)]
+
+    def receive_bytes(self, timeout: float | None) -> list[bytes]:
+        """As `receive`, undecoded. Empty frames are the hub's way to look for us."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._socket.poll(None if end is None else _milliseconds_until(end)):
+            arrived = []
             while self._socket.poll(0):
-                messages.append(decode_to_rank(self._socket.recv()))
-        return messages
+                arrived.append(self._socket.recv())
+            if messages := [data for data in arrived if data]:
+                return messages
+        return []
 
     def send(self, message: FromRank) -> None:
-        self._socket.send(encode(message))
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.send(data)
 
     def close(self) -> None:
+        if self.link is not None:
+            self.link.end()
         self._socket.close()
         self._context.term()
+
+
+def _milliseconds_until(end: float) -> int:
+    return max(0, math.ceil((end - time.monotonic()) * 1000))
