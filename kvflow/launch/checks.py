@@ -3,7 +3,8 @@
 import os
 
 from kvflow.engine.hisparse import HiSparseBytes
-from kvflow.engine.tiers.memory import units_that_fit
+from kvflow.engine.tiers.memory import unit_nbytes, units_that_fit
+from kvflow.engine.tiers.unitfile import most_file_nbytes
 from kvflow.errors import CapacityError, LayoutError
 from kvflow.launch.config import LaunchConfig
 from kvflow.layouts.spec import KVCacheSpec
@@ -57,12 +58,19 @@ def _check_tiers(config: LaunchConfig, spec: KVCacheSpec) -> None:
     prefix = config.prefix
     if not prefix.host_nbytes:
         return
+    unit_size = prefix.unit_size(config.prefill_layout(spec))
     try:
-        units_that_fit(spec, prefix.unit_size(config.prefill_layout(spec)), prefix.host_nbytes)
+        units_that_fit(spec, unit_size, prefix.host_nbytes)
     except CapacityError as error:
         raise CapacityError(f"host_nbytes = {prefix.host_nbytes}: {error}") from error
     if (directory := prefix.disk_directory) is None:
         return
+    need = most_file_nbytes(unit_nbytes(spec, unit_size), unit_size)
+    if prefix.disk_nbytes < need:
+        raise CapacityError(
+            f"disk_nbytes = {prefix.disk_nbytes}, must be at least {need}: the file of one unit of "
+            f"{unit_size} tokens"
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -94,6 +94,19 @@ def test_a_host_tier_holds_a_unit_and_its_label():
             check_launch(config(prefix=PrefixConfig(True, 4, size)))
 
 
+def test_a_disk_tier_holds_the_file_of_a_unit(tmp_path):
+    """One page of header and the unit, rounded up to a page where the file begins."""
+    need = 4096 + UNIT
+    check_launch(config(prefix=PrefixConfig(True, 4, 1 << 20, tmp_path, need)))
+    for size in (need - 1, 1):
+        below = PrefixConfig(True, 4, 1 << 20, tmp_path / "none", size)
+        with pytest.raises(
+            CapacityError, match=rf"^disk_nbytes = {size}, must be at least {need}: .* 4 tokens$"
+        ):
+            check_launch(config(prefix=below))
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_disk_tier_has_a_directory(tmp_path):
     fresh = tmp_path / "a" / "b"
     check_launch(config(prefix=PrefixConfig(True, 4, 1 << 20, fresh, 1 << 20)))

@@ -15,7 +15,14 @@ from torch import Tensor
 from kvflow.engine.prefix.hashes import HASH_SCHEME, Chain
 from kvflow.engine.tiers.directory import agree_on, remove_drafts, unit_files
 from kvflow.engine.tiers.host import Entry, Place
-from kvflow.engine.tiers.unitfile import BrokenUnitError, FileMover, UnitFile, open_unit, write_unit
+from kvflow.engine.tiers.unitfile import (
+    BrokenUnitError,
+    FileMover,
+    UnitFile,
+    most_file_nbytes,
+    open_unit,
+    write_unit,
+)
 from kvflow.errors import CapacityError, TransferError
 
 
@@ -83,7 +90,7 @@ class DiskTier:
     def make_room(self, nbytes: int) -> None:
         """Deletes the oldest files until a unit of `nbytes` fits. Raises `CapacityError`, and
         counts a refused store, if it never does."""
-        need = nbytes + 2 * 4096
+        need = most_file_nbytes(nbytes, self.unit_size)
         if need > self.nbytes:
             self.num_store_refused += 1
             raise CapacityError(f"a file of {need} bytes, the disk tier has {self.nbytes}")

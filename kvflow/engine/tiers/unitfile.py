@@ -19,7 +19,7 @@ from kvflow.engine.tiers.host import Entry, Place
 from kvflow.errors import TransferError
 
 MAGIC = b"kvflow.unit.1\n"
-_SIZE_NBYTES, _DIGEST_NBYTES = 8, 32
+_SIZE_NBYTES, _DIGEST_NBYTES, _TOKEN_NBYTES = 8, 32, 8
 _ALIGNMENT = 4096
 _MOST_HEADER = 1 << 26
 
@@ -70,19 +70,8 @@ class UnitFile:
 
 def write_unit(path: Path, entry: Entry, data: Tensor, files: FileMover) -> UnitFile:
     """Creates, or replaces, the file of a unit. Raises `TransferError` and leaves none behind."""
-    place, digest = entry.place, _digest(data)
-    said = {
-        "scheme": HASH_SCHEME,
-        "hash": place.hash.hex(),
-        "following": place.following,
-        "tokens": entry.tokens.hex(),
-        "label": entry.label.hex(),
-        "nbytes": data.numel(),
-        "digest": digest.hex(),
-    }
-    header = json.dumps(said, sort_keys=True).encode()
-    head = MAGIC + len(header).to_bytes(_SIZE_NBYTES, "little") + header
-    head += hashlib.sha256(header).digest()
+    digest = _digest(data)
+    head = _head(entry, data.numel(), digest)
     start = _payload_start(len(head))
     try:
         with draft_of(path) as (draft, fd):
@@ -95,6 +84,13 @@ def write_unit(path: Path, entry: Entry, data: Tensor, files: FileMover) -> Unit
     except OSError as error:
         raise TransferError(f"{path} cannot be written: {error}") from error
     return UnitFile(path, entry, data.numel(), start, digest)
+
+
+def most_file_nbytes(nbytes: int, unit_size: int) -> int:
+    """At most so many bytes has the file of a unit of `nbytes` bytes and `unit_size` tokens."""
+    place = Place(bytes(_DIGEST_NBYTES), 2**63 - 1)
+    entry = Entry(place, bytes(unit_size * _TOKEN_NBYTES), bytes(_DIGEST_NBYTES))
+    return _payload_start(len(_head(entry, nbytes, bytes(_DIGEST_NBYTES)))) + nbytes
 
 
 def open_unit(path: Path) -> UnitFile:
@@ -124,6 +120,21 @@ def open_unit(path: Path) -> UnitFile:
     if actual != file.file_nbytes:
         raise BrokenUnitError(f"{path} has {actual} bytes, its header says {file.file_nbytes}")
     return file
+
+
+def _head(entry: Entry, nbytes: int, digest: bytes) -> bytes:
+    said = {
+        "scheme": HASH_SCHEME,
+        "hash": entry.place.hash.hex(),
+        "following": entry.place.following,
+        "tokens": entry.tokens.hex(),
+        "label": entry.label.hex(),
+        "nbytes": nbytes,
+        "digest": digest.hex(),
+    }
+    header = json.dumps(said, sort_keys=True).encode()
+    head = MAGIC + len(header).to_bytes(_SIZE_NBYTES, "little") + header
+    return head + hashlib.sha256(header).digest()
 
 
 def _parse(path: Path, said: dict[str, Any], start: int) -> UnitFile:

@@ -19,7 +19,7 @@ from kvflow.engine.prefix.hashes import HASH_SCHEME, PrefixHasher
 from kvflow.engine.tiers.disk import DiskTier
 from kvflow.engine.tiers.host import Entry, Place
 from kvflow.engine.tiers.memory import unit_nbytes
-from kvflow.engine.tiers.unitfile import MAGIC, open_unit
+from kvflow.engine.tiers.unitfile import MAGIC, most_file_nbytes, open_unit
 from kvflow.errors import CapacityError, KvflowError, TransferError
 from kvflow.transfers.executors.nixl_files import NixlFiles
 from kvflow.transfers.executors.plain_files import PlainFiles
@@ -162,6 +162,20 @@ def test_the_oldest_files_go_and_a_unit_that_never_fits_is_refused(files, tmp_pa
     with pytest.raises(CapacityError, match="the disk tier has"):
         smaller.make_room(3 * one)
     assert smaller.num_store_refused == 1
+
+
+@pytest.mark.parametrize("size", [1, 4, 200, 1000])
+def test_room_is_made_for_the_largest_header(size, tmp_path):
+    """The longest numbers a header can hold; its tokens alone may take more than a page."""
+    last = 2**63 - 1
+    chain = PrefixHasher("content", size, shifted=True).chain([last] * (size + 1))
+    said = Entry(Place(chain.hashes[0], last), chain.block(0), chain.label(0, last))
+    tier = DiskTier(tmp_path, most_file_nbytes(5000, size), size, PlainFiles())
+    tier.make_room(5000)
+    tier.publish(tier.write(chain.key(0, last), said, payload(0)))
+    (path,) = tmp_path.glob("*.unit")
+    assert path.stat().st_size == tier.held_nbytes == tier.nbytes
+    assert len(tier) == 1
 
 
 def test_a_write_that_fails_leaves_nothing(files, tmp_path):
