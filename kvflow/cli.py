@@ -42,7 +42,33 @@ def _parser() -> argparse.ArgumentParser:
     _add_transfer(drawn)
     drawn.add_argument("-o", "--output", type=Path, default=Path("plan.svg"), help="SVG or PNG")
     drawn.set_defaults(run=_run_draw)
+    routes = commands.add_parser("router", help=_run_router.__doc__)
+    _add_router(routes)
+    routes.set_defaults(run=_run_router)
     return parser
+
+
+def _add_router(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--server",
+        action="append",
+        required=True,
+        dest="servers",
+        metavar="URL",
+        help="http://host:port of a kvflow server; several times",
+    )
+    add("--model", type=Path, required=True, help="directory of the servers' model: its tokenizer")
+    add("--served-model-name", help="the servers' name of it; the directory's by default")
+    add("--host", default="127.0.0.1", help="where to listen (%(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    add(
+        "--health-interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks at a server's health (%(default)s)",
+    )
 
 
 def _add_transfer(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +127,13 @@ def _run_draw(options: argparse.Namespace) -> int:
     from kvflow.explain.command import run_draw
 
     return run_draw(options)
+
+
+def _run_router(options: argparse.Namespace) -> int:
+    """an OpenAI-compatible HTTP front that gives each call to the best of several servers"""
+    from kvflow.router.front.command import run
+
+    return run(options)
 
 
 if __name__ == "__main__":

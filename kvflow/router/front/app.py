@@ -1,0 +1,141 @@
+"""The routes of the front: what it answers itself, and what goes to a server."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from uuid import uuid4
+
+from attrs import define
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from kvflow.router.front.fleet import NO_CHAIN, Chained, Fleet
+from kvflow.router.front.metrics import FrontMetrics
+from kvflow.router.front.relay import Job, Relay, as_front_error
+from kvflow.server.app import ServerConfig, read_body
+from kvflow.server.errors import ApiError, json_response
+from kvflow.server.fields import Fields, read_object
+from kvflow.server.generation import outcome_of
+from kvflow.server.metrics import CONTENT_TYPE, exposition
+from kvflow.server.protocol import Call, Model, check_model, read_chat, read_completion
+from kvflow.server.tokenizer import TextTokenizer
+
+_READERS: dict[str, Callable[[Fields, Model], Call]] = {
+    "completions": read_completion,
+    "chat": read_chat,
+}
+
+
+def make_front(
+    fleet: Fleet, tokenizer: TextTokenizer, config: ServerConfig | None = None
+) -> Starlette:
+    """The ASGI application; it starts nothing. The fleet must be `watched` while it is served by
+    `kvflow.server.serve`, and `tokenizer` be that of the servers' model."""
+    stopping = asyncio.Event()
+    front = _Front(
+        fleet, tokenizer, config or ServerConfig(), fleet.metrics, stopping, int(time.time())
+    )
+    routes = [
+        Route("/v1/completions", front.completions, methods=["POST"]),
+        Route("/v1/chat/completions", front.chat, methods=["POST"]),
+        Route("/v1/models", front.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", front.one_model, methods=["GET"]),
+        Route("/health", front.health, methods=["GET"]),
+        Route("/metrics", front.show_metrics, methods=["GET"]),
+        Route("/tokenize", front.tokenize, methods=["POST"]),
+        Route("/detokenize", front.tokenize, methods=["POST"]),
+    ]
+    handlers = {ApiError: _answer_error, HTTPException: _answer_error, Exception: _answer_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.state.stopping = stopping
+    return app
+
+
+def _answer_error(request: Request, error: Exception) -> Response:
+    return as_front_error(error).response()
+
+
+@define(eq=False)
+class _Front:
+    fleet: Fleet
+    tokenizer: TextTokenizer
+    config: ServerConfig
+    metrics: FrontMetrics
+    stopping: asyncio.Event
+    created: int
+
+    async def completions(self, request: Request) -> ASGIApp:
+        return await self._generate("completions", request)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        return await self._generate("chat", request)
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """`/tokenize` and `/detokenize`: any server answers, all have the same tokenizer."""
+        return await self._relay(request, request.url.path.strip("/"), lambda body: (NO_CHAIN, 1))
+
+    async def _generate(self, endpoint: str, request: Request) -> ASGIApp:
+        return await self._relay(request, endpoint, lambda body: self._understand(endpoint, body))
+
+    async def _relay(
+        self, request: Request, endpoint: str, understand: Callable[[bytes], tuple[Chained, int]]
+    ) -> ASGIApp:
+        arrived = time.monotonic()
+        try:
+            body = await read_body(request, self.config.max_body_nbytes)
+            read = time.monotonic()
+            # A long prompt takes the tokenizer a while, and other streams must go on.
+            chain, num_tokens = await asyncio.to_thread(understand, body)
+        except ClientDisconnect:
+            self.metrics.requests.add(1, endpoint, "aborted")
+            return Response(status_code=400)
+        except Exception as error:
+            refusal = as_front_error(error)
+            self.metrics.requests.add(1, endpoint, outcome_of(refusal))
+            return refusal.response()
+        headers = tuple(request.headers.raw)
+        name, path = f"{endpoint}-{uuid4().hex}", request.url.path
+        job = Job(endpoint, name, path, headers, body, chain, num_tokens)
+        return Relay(self.fleet, self.metrics, self.stopping, job, arrived, read)
+
+    def _understand(self, endpoint: str, body: bytes) -> tuple[Chained, int]:
+        """The chain and the tokens of a call's longest prompt. What a server would refuse is
+        refused here in the same words."""
+        fleet = self.fleet
+        fields = read_object(body)
+        check_model(fields, fleet.model)
+        model = Model(fleet.model, fleet.max_model_len, self.tokenizer, self.config.max_choices)
+        call = _READERS[endpoint](fields, model)
+        longest = max((choice.request for choice in call.choices), key=lambda one: len(one.prompt))
+        return fleet.chain(longest.prompt, longest.cache_salt), len(longest.prompt)
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self.fleet.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvflow",
+            "max_model_len": self.fleet.max_model_len,
+        }
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        check_model(Fields({"model": request.path_params["name"]}), self.fleet.model)
+        return json_response(self._card())
+
+    async def health(self, request: Request) -> Response:
+        """200 while a server is in the rotation; says of each why it is not."""
+        servers = {one.name: one.trouble or "ok" for one in self.fleet.members.values()}
+        well = bool(self.fleet.rotation)
+        said = {"status": "ok" if well else "no server is in the rotation", "servers": servers}
+        return json_response(said, 200 if well else 503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        text = exposition([*self.metrics.snapshot(), *self.fleet.numbers()])
+        return Response(text, media_type=CONTENT_TYPE)
