@@ -68,7 +68,7 @@ class KVEventLog:
     max_blocks: int = field(default=2**17, validator=positive)
     log_id: str = field(init=False, factory=lambda: uuid4().hex)
     counts: dict[str, int] = field(
-        init=False, factory=lambda: dict.fromkeys(("changes", "ignored", "cut_off"), 0)
+        init=False, factory=lambda: dict.fromkeys(("changes", "ignored_runs", "cut_off_readers"), 0)
     )
     seq: int = field(init=False, default=0)
     _parents: dict[str, dict[bytes, bytes | None]] = field(init=False)
@@ -112,7 +112,7 @@ class KVEventLog:
         found = []
         for run in events.stored:
             if run.num_tokens != len(run.hashes) * self.scheme.block_size:
-                self.counts["ignored"] += 1
+                self.counts["ignored_runs"] += 1
                 continue
             found += list(zip(run.hashes, (run.parent, *run.hashes), strict=False))
         return found
@@ -171,7 +171,7 @@ class KVEventLog:
         `CutOff` if the next one is not kept any more, or if the log has not come to `seq`."""
         while True:
             if not self._first - 1 <= seq <= self.seq:
-                self.counts["cut_off"] += 1
+                self.counts["cut_off_readers"] += 1
                 raise CutOff(
                     f"change {seq + 1} is asked for, the log keeps {self._first} to {self.seq}"
                 )

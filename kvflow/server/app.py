@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from kvflow.engine.api import EngineClient
 from kvflow.server.errors import ApiError, as_api_error, json_response
-from kvflow.server.events import EventFeed, SaysKVEvents
+from kvflow.server.events import EventFeed, log_metrics, log_of
 from kvflow.server.fields import Fields, is_int, read_object, refuse
 from kvflow.server.generation import Generation, outcome_of
 from kvflow.server.metrics import CONTENT_TYPE, ServerMetrics, exposition
@@ -161,11 +161,13 @@ class _Front:
         return json_response({"status": "ok"})
 
     async def show_metrics(self, request: Request) -> Response:
-        text = exposition([*self.own_metrics.snapshot(), *self.engine.metrics()])
+        log = log_of(self.engine)
+        said = log_metrics(log) if log is not None else []
+        text = exposition([*self.own_metrics.snapshot(), *said, *self.engine.metrics()])
         return Response(text, media_type=CONTENT_TYPE)
 
     async def kv_events(self, request: Request) -> ASGIApp:
-        log = self.engine.kv_events() if isinstance(self.engine, SaysKVEvents) else None
+        log = log_of(self.engine)
         if log is None:
             raise ApiError(404, "this engine says no KV events: it reuses no prefixes")
         return EventFeed(log, self.model.name, self.stopping)

@@ -14,6 +14,7 @@ from attrs import frozen
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
+from kvflow.engine.api import Metric, Sample
 from kvflow.router.config import Load
 from kvflow.router.events import KVEvents, Stored
 from kvflow.router.log import ChainScheme, CutOff, KVEventLog
@@ -32,6 +33,11 @@ class SaysKVEvents(Protocol):
     def kv_events(self) -> KVEventLog | None:
         """The log of all its tiers; None if it caches nothing."""
         ...
+
+
+def log_of(engine: object) -> KVEventLog | None:
+    """What an engine says it holds; None if it says nothing."""
+    return engine.kv_events() if isinstance(engine, SaysKVEvents) else None
 
 
 class Begin(Struct, frozen=True, tag="begin"):
@@ -127,6 +133,23 @@ class EventFeed:
                 said, quiet = load, 0
             quiet += 1
             await asyncio.sleep(self.load_interval_s)
+
+
+def log_metrics(log: KVEventLog) -> list[Metric]:
+    """What a log holds and has been asked for, over all engines behind it."""
+    held = [Sample(float(n), {"tier": tier}) for tier, n in log.num_blocks().items()]
+    counts = (
+        ("changes", "Changes of what is held, each one event for every reader."),
+        ("ignored_runs", "Runs of blocks that say nothing about a prefix."),
+        ("cut_off_readers", "Readers that were too slow and needed a new snapshot."),
+    )
+    return [
+        Metric("kvflow_kv_events_held_blocks", "Blocks held, each once a tier.", "gauge", held),
+        *(
+            Metric(f"kvflow_kv_events_{name}_total", text, "counter", [Sample(log.counts[name])])
+            for name, text in counts
+        ),
+    ]
 
 
 def _pieces(events: KVEvents) -> Iterator[KVEvents]:

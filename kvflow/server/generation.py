@@ -83,6 +83,9 @@ class Generation:
                     before = now
                     await answer.show(piece)
                     reason = piece.finish_reason or reason
+        except Exception:
+            reason = "failed"
+            raise
         finally:
             metrics.running.add(-1)
             metrics.finished.add(1, reason)

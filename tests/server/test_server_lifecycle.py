@@ -215,12 +215,12 @@ def test_metrics_count_what_happened(tokenizer):
         assert value(text, "kvflow_http_requests_total", **labels) == count
     assert value(text, "kvflow_choices_total", finish_reason="stop") == 2
     assert value(text, "kvflow_choices_total", finish_reason="length") == 1
-    assert value(text, "kvflow_generation_tokens_total") == 3 + 3 + 2
+    assert value(text, "kvflow_choice_generated_tokens_total") == 3 + 3 + 2
     chat_len = len(engine.seen[2].prompt)
-    assert value(text, "kvflow_prompt_tokens_total") == 8 + chat_len
-    assert value(text, "kvflow_cached_prompt_tokens_total") == 4 + chat_len // 2
-    assert value(text, "kvflow_time_to_first_token_seconds_count") == 3
-    assert value(text, "kvflow_inter_token_latency_seconds_count") == 2 + 2 + 1
+    assert value(text, "kvflow_choice_prompt_tokens_total") == 8 + chat_len
+    assert value(text, "kvflow_choice_cached_prompt_tokens_total") == 4 + chat_len // 2
+    assert value(text, "kvflow_choice_time_to_first_token_seconds_count") == 3
+    assert value(text, "kvflow_choice_inter_token_latency_seconds_count") == 2 + 2 + 1
     assert value(text, "kvflow_free_blocks", pool='a"b\\n\nd') == 3
 
 

@@ -113,7 +113,7 @@ def test_k03_runs_of_something_else_than_whole_blocks_are_ignored():
     four_blocks_one_hash = Stored((block(0),), None, 4 * SIZE)
     log.on_events("a", KVEvents("device", [four_blocks_one_hash, run_of(1, 1)]))
     assert log.num_blocks()["device"] == 1
-    assert log.counts["ignored"] == 1
+    assert log.counts["ignored_runs"] == 1
     assert Reader(log).blocks["device"] == {block(1): block(0)}
 
 
@@ -130,7 +130,7 @@ def test_memory_is_bounded_and_a_slow_reader_is_cut_off():
     assert len(log._changes) == 50 // 2
     with pytest.raises(CutOff, match="change 1 is asked for, the log keeps 276 to 300"):
         asyncio.run(slow.catch_up())
-    assert log.counts["cut_off"] == 1
+    assert log.counts["cut_off_readers"] == 1
     again = Reader(log)
     assert set(again.blocks["device"]) == {block(299)}
     with pytest.raises(CutOff):  # a reader of another log
