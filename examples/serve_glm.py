@@ -6,7 +6,8 @@ decode ranks, with KV moved between them over NIXL, behind an OpenAI-compatible 
     python examples/serve_glm.py --preset article --config FILE
 
 With `--demo` it sends real prompts to itself, prints a table and ends: 0 if every transferred
-byte equals its source.
+byte equals its source. With `--session FILE` it plays an agent session, without HTTP, and ends: 0
+if, besides, one rank alone computes the same tokens and no pool has lost a block.
 """
 
 import asyncio
@@ -14,31 +15,38 @@ import contextlib
 import gc
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import evolve
 
 from kvflow.errors import KvflowError
+from kvflow.launch.config import LaunchConfig
 from kvflow.launch.options import ServeOptions, parse_options
+
+if TYPE_CHECKING:
+    from kvflow.engine.deployment import Deployment
+
+T = TypeVar("T")
 
 # Every spawned rank imports this file too, so what only the front needs is imported in `run`.
 
 MODEL = Path(__file__).parent / "models" / "tiny-glm-python"
 
 
+class _Stopped(Exception):  # noqa: N818
+    """A signal came while something else was waited for."""
+
+
 async def run(options: ServeOptions) -> int:
-    """Serves until a signal, or until the demo is done. Returns the exit code."""
+    """Serves until a signal, or until the demo or session is done. Returns the exit code."""
     from kvflow.launch.checks import check_launch
-    from kvflow.launch.processes import process_deployment
-    from kvflow.launch.threads import thread_deployment
-    from kvflow.server import bind, load_tokenizer, make_app, serve
 
     launch = options.launch
     check_launch(launch)
     if launch.transport == "in-process":
         print("transport: in-process (threads of this process, no NIXL)", flush=True)
-    world = thread_deployment if launch.transport == "in-process" else process_deployment
     print(
         f"starting {launch.prefill_size} prefill rank(s) (pcp {launch.pcp}, tp {launch.tp}, dcp "
         f"{launch.dcp}, interleave {launch.interleave}, block {launch.prefill_block}) and "
@@ -47,32 +55,63 @@ async def run(options: ServeOptions) -> int:
         f"{'on the host' if launch.hisparse else 'in pages'}), kv {launch.kv_dtype}",
         flush=True,
     )
-    tokenizer = load_tokenizer(launch.model)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    with contextlib.suppress(_Stopped):
+        return await (_play if options.session is not None else _serve)(options, stop)
+    return 130
+
+
+async def _serve(options: ServeOptions, stop: asyncio.Event) -> int:
+    from kvflow.server import bind, load_tokenizer, make_app, serve
+
+    launch, host = options.launch, options.server.host
+    tokenizer = load_tokenizer(launch.model)
     async with contextlib.AsyncExitStack() as stack:
-        bound = stack.enter_context(bind(options.server.host, options.server.port))
-        entering = asyncio.ensure_future(stack.enter_async_context(world(launch)))
-        if not await _unless(stop, entering):
-            return 130
-        engine = entering.result()
-        app = make_app(engine, tokenizer)
-        server = await stack.enter_async_context(serve(app, options.server.host, bound=bound))
+        bound = stack.enter_context(bind(host, options.server.port))
+        engine = await _unless(stop, stack.enter_async_context(_world(launch)))
+        server = await stack.enter_async_context(
+            serve(make_app(engine, tokenizer), host, bound=bound)
+        )
         print(f"serving {engine.model_name} on {server.url}", flush=True)
         if not options.demo:
             await stop.wait()
             return 0
         from demo_client import run_demo  # lies beside this file
 
-        demo = asyncio.ensure_future(run_demo(server.url, engine.model_name, launch))
-        if not await _unless(stop, demo):
-            return 130
-        engine.prefill.audit()
-        print("\n".join(decode_summary(engine.counters)), flush=True)
-        return demo.result()
-    return 0
+        code = await _unless(stop, run_demo(server.url, engine.model_name, launch))
+        _sum_up(engine)
+        return code
+
+
+async def _play(options: ServeOptions, stop: asyncio.Event) -> int:
+    from agent_session import check_session, load_session, run_session  # lies beside this file
+
+    from kvflow.server import load_tokenizer
+
+    launch = options.launch
+    session = load_session(options.session, launch, load_tokenizer(launch.model))
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await _unless(stop, stack.enter_async_context(_world(launch)))
+        played, clean = await _unless(stop, run_session(engine, launch, session))
+        _sum_up(engine)
+    same = await _unless(stop, check_session(launch, session, played))
+    return 0 if clean and same else 1
+
+
+def _world(launch: LaunchConfig) -> "contextlib.AbstractAsyncContextManager[Deployment]":
+    from kvflow.launch.processes import process_deployment
+    from kvflow.launch.threads import thread_deployment
+
+    return (thread_deployment if launch.transport == "in-process" else process_deployment)(launch)
+
+
+def _sum_up(engine: "Deployment") -> None:
+    """Audits the pools and says what decode groups did."""
+    engine.prefill.audit()
+    print("\n".join(decode_summary(engine.counters)), flush=True)
 
 
 def decode_summary(counters: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -87,17 +126,17 @@ def decode_summary(counters: Mapping[str, Mapping[str, float]]) -> list[str]:
     return lines
 
 
-async def _unless(stop: asyncio.Event, work: "asyncio.Future[object]") -> bool:
-    """Waits for `work`; False if `stop` came first, and then the work is cancelled."""
+async def _unless(stop: asyncio.Event, work: "Coroutine[None, None, T]") -> "T":
+    """What `work` returns; raises `_Stopped` if `stop` came first, and then it is cancelled."""
+    task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([stopped, work], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([stopped, task], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if work.done():
-        work.result()  # an error of the work is raised here
-        return True
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-    return False
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    raise _Stopped
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,8 +146,9 @@ def main(argv: Sequence[str]) -> int:
         if options.print_config:
             print(options.as_toml())
             return 0
-        if options.demo:
-            options = evolve(options, launch=evolve(options.launch, verify_transfers=True), port=0)
+        if options.demo or options.session:
+            launch = evolve(options.launch, verify_transfers=True)
+            options = evolve(options, launch=launch, server=evolve(options.server, port=0))
         return asyncio.run(run(options))
     except (KvflowError, OSError) as error:
         print(f"serve_glm: {error}", file=sys.stderr)

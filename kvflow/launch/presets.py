@@ -35,12 +35,12 @@ PRESETS: Mapping[str, Tree] = {
         "num_drafts": 3,
         "hisparse": True,
         "transport": "nixl",
-        "max_model_len": 4096,
+        "max_model_len": 2048,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
         # Less than an agent session has, so that a part of it comes back from the host.
-        "prefill_kv_tokens": 6144,
-        "decode_kv_tokens": 6144,
+        "prefill_kv_tokens": 3072,
+        "decode_kv_tokens": 4096,
         "prefix": {"host_nbytes": 128 * _MIB},
     },
 }
