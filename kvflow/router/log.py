@@ -122,11 +122,14 @@ class KVEventLog:
         for tier in self.tiers:
             self.on_events(engine, KVEvents(tier, cleared=True))
             del self._held[engine, tier]
-        self._loads.pop(engine, None)
+        if self._loads.pop(engine, None) is not None:
+            self._wake()
 
     def on_load(self, engine: str, load: Load) -> None:
         """What an engine says of its load; the last word counts."""
-        self._loads[engine] = load
+        if load != self._loads.get(engine):
+            self._loads[engine] = load
+            self._wake()
 
     def _publish(self, events: KVEvents) -> None:
         self.seq += 1
@@ -135,6 +138,9 @@ class KVEventLog:
         self._kept += _num_blocks(events)
         while self._kept > self.max_blocks:
             self._kept -= _num_blocks(self._changes.pop(self._first))
+        self._wake()
+
+    def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -144,6 +150,12 @@ class KVEventLog:
         """The sum over all engines."""
         loads = self._loads.values()
         return Load(*(sum(getattr(one, name) for one in loads) for name in Load.__struct_fields__))
+
+    async def other_load(self, known: Load | None) -> Load:
+        """The load, as soon as it is another one than `known`."""
+        while (load := self.load()) == known:
+            await self._news.wait()
+        return load
 
     def num_blocks(self) -> Mapping[str, int]:
         """How many blocks each tier holds."""

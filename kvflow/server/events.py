@@ -7,6 +7,7 @@ connects late, or again, is right once the snapshot has ended. One who misses a 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
@@ -87,14 +88,14 @@ Message = Begin | Held | SnapshotEnd | Changed | LoadSaid | Behind
 
 @frozen
 class EventFeed:
-    """The ASGI response of one reader. Load is looked at every `load_interval_s`, and said without
-    a change after `num_quiet` of these."""
+    """The ASGI response of one reader. Load is said when it changes, but not more often than every
+    `load_interval_s`, and without a change after `quiet_s`."""
 
     log: KVEventLog
     model: str
     stopping: asyncio.Event
-    load_interval_s: float = 0.5
-    num_quiet: int = 10
+    load_interval_s: float = 0.02
+    quiet_s: float = 5.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Speaks until the reader leaves, is too slow, or the server stops."""
@@ -125,13 +126,12 @@ class EventFeed:
             await stream.event(Changed(change.seq, change.events))
 
     async def _say_load(self, stream: EventStream) -> None:
-        said, quiet = None, 0
+        said: Load | None = None
         while True:
-            load = self.log.load()
-            if load != said or quiet >= self.num_quiet:
-                await stream.event(LoadSaid(load))
-                said, quiet = load, 0
-            quiet += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.log.other_load(said), self.quiet_s)
+            said = self.log.load()
+            await stream.event(LoadSaid(said))
             await asyncio.sleep(self.load_interval_s)
 
 

@@ -171,3 +171,18 @@ def test_load_is_the_sum():
     assert log.load() == Load(108, 1, 3, 30)
     log.drop_engine("a")
     assert log.load() == Load(8, 0, 1, 0)
+
+
+def test_load_is_told_when_it_changes_and_blocks_are_not_it():
+    async def main():
+        log = log_of()
+        waiting = asyncio.ensure_future(log.other_load(Load(0)))
+        await asyncio.sleep(0)
+        log.on_events("a", KVEvents("host", [run_of(0, 1)]))
+        log.on_load("a", Load(0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        log.on_load("a", Load(5))
+        return await waiting
+
+    assert asyncio.run(main()) == Load(5)
