@@ -149,7 +149,7 @@ WAYS = {
     "on host": {"size": 1, "hisparse": True},
     "on two hosts": {"size": 2, "hisparse": True, "home": len},
 }
-QUICK = {("alone", 20), ("union", 0), ("queries", 0)}
+QUICK = {("union", 0), ("queries", 0)}
 
 
 @pytest.mark.parametrize(
