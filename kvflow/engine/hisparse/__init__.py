@@ -1,6 +1,5 @@
 """HiSparse: decode with latents on the host, index keys and hot rows on the device."""
 
-from kvflow.engine.hisparse.admission import check_admission as check_admission
 from kvflow.engine.hisparse.memory import HiSparseMemory as HiSparseMemory
 from kvflow.engine.hisparse.shared import BlockCopy as BlockCopy
 from kvflow.engine.hisparse.shared import plan_copies as plan_copies

@@ -28,7 +28,6 @@ from hisparse_world import (
 from kvflow.engine.hisparse import (
     HiSparseBytes,
     HiSparseSizes,
-    check_admission,
     hisparse_layout,
 )
 from kvflow.engine.hisparse.pool import LatentPool
@@ -96,17 +95,12 @@ def _alone():
 
 
 def test_fault_g03_admission_counts_the_host_pool():
-    """64 tokens on the device, 512 on the host: 300 are admitted, 513 refused with both numbers."""
+    """64 tokens on the device, 512 on the host: 300 find room, 513 need one block more than there
+    are. A decode engine refuses these by `num_blocks_for` (test_decode)."""
     memory = hisparse_memory(HiSparseSizes(16, 1, 32), SPEC, block=16, num_blocks=32)
     assert memory.pool.sizes.rows_per_request(16) == 64
-    assert check_admission(memory.layout, memory.pool.num_blocks, 300)["latent"] == 19
-    with pytest.raises(
-        CapacityError,
-        match="513 tokens need 33 blocks of 16 in the host pool of latent pages, it has 32",
-    ):
-        check_admission(memory.layout, memory.pool.num_blocks, 513)
-    with pytest.raises(CapacityError, match="device pool of index pages, it has 2"):
-        check_admission(memory.layout, memory.pool.num_blocks | {"indexer": 2}, 33)
+    assert memory.layout.num_blocks_for(300) == {"latent": 19, "indexer": 19}
+    assert memory.layout.num_blocks_for(513) == {"latent": 33, "indexer": 33}
     out = bare_step(memory, [request_of("a", 299, 1, Blocks(memory).take(300))], 16, 0)
     assert all(torch.isfinite(o).all() for o in out.values())
 
