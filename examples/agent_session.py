@@ -22,6 +22,9 @@ from kvflow.errors import KvflowError
 from kvflow.launch.config import LaunchConfig
 from kvflow.models.config import GlmConfig
 
+MIN_ANSWER = 4
+"""Tokens of the shortest answers, so that something is left for decode."""
+
 _IDLE_S = 60.0
 
 
@@ -72,11 +75,18 @@ async def check_session(
 ) -> bool:
     """Whether one rank alone, playing the same session, asks and answers the same tokens."""
     reference = await play(OneRank(launch), session)
-    wrong = [name for name in played if played[name].said != reference[name].said]
+    wrong = turns_that_differ(played, reference)
     num_tokens = sum(len(one.tokens) for one in played.values())
     verdict = f"other tokens in {wrong}" if wrong else "the same tokens"
     print(f"reference: one rank alone computes {verdict}; {num_tokens} in {len(played)} turns")
     return not wrong
+
+
+def turns_that_differ(
+    played: "Mapping[str, Played]", reference: "Mapping[str, Played]"
+) -> list[str]:
+    """Turns whose prompt or answer is another."""
+    return [name for name in played if played[name].said != reference[name].said]
 
 
 @frozen
@@ -95,6 +105,11 @@ class Turn:
     @property
     def agent(self) -> str:
         return self.name.partition("/")[0]
+
+    @property
+    def end(self) -> int:
+        """Its positions, prompt and answer."""
+        return self.prompt_size + self.max_tokens
 
 
 @frozen
@@ -117,20 +132,31 @@ class Session:
         ]
         return Session(told["text"], tuple(turns))
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest turn, prompt and answer."""
+        return max(turn.end for turn in self.turns)
+
     def scaled(self, max_model_len: int) -> "Session":
-        """The same session with its longest turn at `max_model_len` tokens, prompt and answer
-        together: all lengths in proportion, rounded down, and at least one new and one answered
-        token a turn."""
-        longest = max(t.prompt_size + t.max_tokens for t in self.turns)
+        """The same session with its longest turn at `max_model_len` tokens or little less: lengths
+        in proportion, rounded down, but at least one new token a turn and `MIN_ANSWER`. Raises
+        `KvflowError` where that leaves no room."""
+        for size in range(max_model_len, max_model_len // 2, -1):
+            scaled = self._scaled(size, self.longest)
+            if scaled.longest <= max_model_len:
+                return scaled
+        raise KvflowError(f"max_model_len = {max_model_len} is too short for the session")
+
+    def _scaled(self, numerator: int, denominator: int) -> "Session":
+        told = {turn.name: turn for turn in self.turns}
         done: dict[str, Turn] = {}
         for turn in self.turns:
-            whole = self._all_of(turn.extends)
-            if turn.extends is not None and turn.shared == whole:
-                shared = done[turn.extends].prompt_size + done[turn.extends].max_tokens
-            else:
-                shared = turn.shared * max_model_len // longest
-            size = max(turn.prompt_size * max_model_len // longest, shared + 1)
-            num = max(turn.max_tokens * max_model_len // longest, 1)
+            shared = turn.shared * numerator // denominator
+            if turn.extends is not None:
+                end = done[turn.extends].end
+                shared = end if turn.shared == told[turn.extends].end else min(shared, end)
+            size = max(turn.prompt_size * numerator // denominator, shared + 1)
+            num = max(turn.max_tokens * numerator // denominator, MIN_ANSWER)
             done[turn.name] = evolve(turn, shared=shared, prompt_size=size, max_tokens=num)
         return evolve(self, turns=tuple(done.values()))
 
@@ -150,9 +176,6 @@ class Session:
                 raise KvflowError(f"turn {turn.name} adds {size} tokens, its text has {len(text)}")
             added[turn.name], left[turn.agent] = text[:size], text[size:]
         return evolve(self, added=added)
-
-    def _all_of(self, name: str | None) -> int:
-        return sum(t.prompt_size + t.max_tokens for t in self.turns if t.name == name)
 
 
 @frozen
