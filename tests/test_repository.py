@@ -21,6 +21,7 @@ MAX_FUNCTION_LINES = 60
 
 DESCRIBE = "describe and derive import no torch, triton or nixl"
 LAYERS = "describe, derive, move: each layer imports only those below it"
+ROUTER = "the router's policy imports no torch and no network"
 TESTING = "nothing imports kvflow.testing"
 ENGINE = "the engine names no executor class"
 
@@ -61,6 +62,8 @@ def test_the_package_keeps_its_contracts(copy):
         ("transfers/plan.py", "from kvflow.transfers import planner", LAYERS),
         ("models/planted.py", "import kvflow.engine.api", LAYERS),
         ("engine/planted.py", "from kvflow.server import sse", LAYERS),
+        ("router/index.py", "from kvflow.engine.prefix import hashes", LAYERS),
+        ("router/load.py", "import h11", ROUTER),
         ("engine/planted.py", "import kvflow.testing", TESTING),
         ("transfers/planted.py", "from kvflow import testing", TESTING),
         ("engine/planted.py", "from kvflow.transfers.executors import strided", ENGINE),

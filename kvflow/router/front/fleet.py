@@ -102,6 +102,8 @@ class Fleet:
 
     def __attrs_post_init__(self) -> None:
         self.router = Router(self.config.router)
+        for name in self.members:
+            self.metrics.know(name)
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -199,8 +201,9 @@ class Fleet:
         if member.feed is not None:
             member.feed.cancel()
             member.feed = None
+        if why != member.trouble:
+            _log.warning("%s is out of the rotation: %s", name, why)
         if member.trouble is None:
-            _log.warning("%s leaves the rotation: %s", name, why)
             self.metrics.departures.add(1, name)
             self.router.unregister(name)
             member.nudge.set()
@@ -222,7 +225,7 @@ class Fleet:
         self._agree(member)
         self.router.register(self._info(member))
         member.trouble = None
-        _log.info("%s enters the rotation", member.name)
+        _log.info("%s is in the rotation", member.name)
 
     def _info(self, member: Member) -> EngineInfo:
         size = self.router.config.block_size

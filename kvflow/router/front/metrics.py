@@ -106,6 +106,15 @@ class FrontMetrics:
         )
     )
 
+    def know(self, server: str) -> None:
+        """Numbers of a server are there from the start, as 0."""
+        for one in (self.running, self.prompt_tokens, self.hit_tokens, self.departures):
+            one.add(0, server)
+        for one in (self.snapshots, self.feed_failures):
+            one.add(0, server)
+        for outcome in ("ok", "lost"):
+            self.forwarded.add(0, server, outcome)
+
     def snapshot(self) -> list[Metric]:
         """Every family, in a fixed order."""
         totals = [self.requests, self.retries, self.forwarded, self.running, self.prompt_tokens]
