@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from kvflow.engine.api import SamplingParams
 from kvflow.engine.sampling import Sampled
+from kvflow.router.events import KVEvents
 
 
 class BlockCopy(Struct, frozen=True):
@@ -83,30 +84,91 @@ class AttachTier(Struct, frozen=True, tag=True):
 
 
 class Source(Struct, frozen=True):
-    """Where a prefilled request lies: the block tables and the valid length of the source
-    binding. `digest` is the transfer plan's, as the sender derived it."""
+    """Where the positions [start, stop) of a request lie: in blocks of an engine, by its block
+    tables. `digest` is that of the plan which moves them to the receiver, as the front derived
+    it."""
 
+    engine: str
     tables: dict[str, list[int]]
-    length: int
+    start: int
+    stop: int
     digest: str
 
 
 class Connect(Struct, frozen=True, tag=True):
-    """To a decode rank: a prefill engine's layout, its pool sizes, and its ranks' exports."""
+    """To a rank: another engine's layout, its pool sizes, and its ranks' exports."""
 
+    engine: str
     layout: dict[str, Any]
     num_blocks: dict[str, int]
     exports: dict[int, bytes]
 
 
+class PullRows(Struct, frozen=True, tag=True):
+    """To a rank: bring the positions [start, stop) of a request from a source into these blocks."""
+
+    request_id: str
+    source: Source
+    start: int
+    stop: int
+    tables: dict[str, list[int]]
+
+
+class RowsPulled(Struct, frozen=True, tag=True):
+    """From a prefill rank: its part of a `PullRows` is over, and nothing of it can still arrive.
+    `report` is None and `error` says why if it failed."""
+
+    request_id: str
+    rank: int
+    report: dict[str, Any] | None
+    error: str | None
+
+
 class Admit(Struct, frozen=True, tag=True):
-    """To a decode rank: take over a request behind its first token."""
+    """To a decode engine: take over a request. Its prompt's rows come from `sources`, each behind
+    what those before it and the engine's own cache have; of the last one the positions below
+    `readable` are there, `Readable` says when there are more. Without sources the engine computes
+    the prompt. `first_token` is None until prefill has sampled it."""
 
     request_id: str
     prompt: list[int]
-    first_token: int
+    first_token: int | None
     sampling: SamplingParams
-    source: Source
+    sources: list[Source]
+    readable: int
+    salt: str | None = None
+
+
+class Readable(Struct, frozen=True, tag=True):
+    """To a decode engine: the positions below `stop` of a request are computed; with the last of
+    them comes the first token."""
+
+    request_id: str
+    stop: int
+    first_token: int | None = None
+
+
+class Lend(Struct, frozen=True, tag=True):
+    """To a decode engine: keep what is known of this prompt for a reader, until `EndLoan`."""
+
+    loan_id: str
+    prompt: list[int]
+    salt: str | None
+
+
+class EndLoan(Struct, frozen=True, tag=True):
+    """To a decode engine: nobody reads these rows any more."""
+
+    loan_id: str
+
+
+class Lent(Struct, frozen=True, tag=True):
+    """From a decode engine: the first `length` positions lie in these blocks; 0 if it has none,
+    and then nothing is kept."""
+
+    loan_id: str
+    tables: dict[str, list[int]]
+    length: int
 
 
 class Abort(Struct, frozen=True, tag=True):
@@ -120,31 +182,38 @@ class Shutdown(Struct, frozen=True, tag=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """From a rank: it serves a cache of this layout with this many blocks. `export` describes
-    the cache to endpoints elsewhere, `endpoint` is this one's name."""
+    """From a rank: it serves a cache of this layout with this many blocks. `exports` describe its
+    cache, and those of the ranks that it speaks for, to endpoints elsewhere, by rank; `endpoint`
+    is the name of its own."""
 
     layout: dict[str, Any]
     num_blocks: dict[str, int]
     endpoint: str
-    export: bytes
+    exports: dict[int, bytes]
 
 
 class Generated(Struct, frozen=True, tag=True):
-    """From a decode rank: one more token of a request."""
+    """From a decode engine: one more token of a request. With the first one `cached_tokens` says
+    how many of the prompt's tokens the engine had and did not compute, if it computed the others
+    itself."""
 
     request_id: str
     sampled: Sampled
     finish_reason: str | None
+    cached_tokens: int = 0
 
 
 class TransferEnded(Struct, frozen=True, tag=True):
-    """From a decode rank: it will not read the request's source blocks again. `report` is None
-    and `error` says why if the transfer failed or never began."""
+    """From a decode engine: it will not read the request's blocks in `engine` again. `report` is
+    None and `error` says why if the transfer failed or never began; `num_held` are the positions
+    that it had already and did not ask for."""
 
     request_id: str
+    engine: str
     src_ranks: list[int]
     report: dict[str, Any] | None
     error: str | None
+    num_held: int = 0
 
 
 class RequestFailed(Struct, frozen=True, tag=True):
@@ -168,8 +237,27 @@ class RankFailed(Struct, frozen=True, tag=True):
     error: str
 
 
-ToRank = RunStep | AttachTier | Connect | Admit | Abort | Shutdown
-FromRank = Ready | StepDone | Generated | TransferEnded | RequestFailed | Gauges | RankFailed
+class KVChanged(Struct, frozen=True, tag=True):
+    """From a decode engine: what its cache holds from now on, and what no more."""
+
+    events: KVEvents
+
+
+ToRank = (
+    RunStep | AttachTier | Connect | PullRows | Admit | Readable | Lend | EndLoan | Abort | Shutdown
+)
+FromRank = (
+    Ready
+    | StepDone
+    | RowsPulled
+    | Generated
+    | TransferEnded
+    | RequestFailed
+    | Lent
+    | KVChanged
+    | Gauges
+    | RankFailed
+)
 
 
 _encoder = msgspec.msgpack.Encoder()

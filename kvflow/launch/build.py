@@ -13,7 +13,8 @@ from kvflow.engine.decode.worker import DecodeWorker
 from kvflow.engine.hisparse import HiSparseMemory
 from kvflow.engine.mailbox import Mailbox
 from kvflow.engine.memory import KVMemory, balanced_deal, by_request_deal
-from kvflow.engine.ranks import serve_prefill
+from kvflow.engine.prefill.rank import serve_prefill
+from kvflow.engine.pulls import Puller
 from kvflow.engine.runner import StepRunner
 from kvflow.launch.config import LaunchConfig
 from kvflow.layouts.layout import KVLayout
@@ -38,7 +39,9 @@ def prefill_rank(
     endpoint = make_endpoint(cache)
     memory = PagedMemory(layout, cache, comm, config.access)
     runner = StepRunner(model, memory, comm, balanced_deal(config.prefill_homes), tp)
-    return lambda: serve_prefill(runner, num_blocks, endpoint, mailbox), endpoint
+    verify = config.verify_transfers
+    puller = Puller(layout, cache.rank, num_blocks, endpoint, verify=verify)
+    return lambda: serve_prefill(runner, puller, mailbox), endpoint
 
 
 def decode_rank(
@@ -63,6 +66,7 @@ def decode_rank(
         max_batch=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_drafts=config.num_drafts,
+        prefix=config.decode_prefix,
     )
     return engine.serve, endpoint
 

@@ -9,6 +9,7 @@ from attrs.converters import optional
 
 from kvflow.engine.access import AccessOptions
 from kvflow.engine.deployment import Deployment
+from kvflow.engine.front.options import FrontOptions
 from kvflow.engine.hisparse import HiSparseSizes, hisparse_layout
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.prefix.config import PrefixConfig
@@ -37,7 +38,10 @@ class LaunchConfig:
     ``decode_tp`` ranks share the heads and ``decode_dcp`` the cache: the larger is the number of
     ranks of a group, and a multiple of the smaller. ``num_drafts`` tokens a decode step tries. With
     ``hisparse`` latent KV of decode lies on the host, and its hot part on the device in at most
-    ``hisparse_device_nbytes``. Raises `LayoutError` for values that are wrong for every model;
+    ``hisparse_device_nbytes``. There are ``prefill_engines``, each of its own ranks. With
+    ``streaming`` decode reads a prompt's rows while it is computed, with ``loans`` engines take
+    what decode engines hold of a prompt, and a decode engine may compute ``local_prefill_tokens``
+    of one itself. Raises `LayoutError` for values that are wrong for every model;
     `kvflow.launch.checks.check_launch` holds them against this one."""
 
     model: Path = field(converter=Path)
@@ -68,6 +72,10 @@ class LaunchConfig:
     prefix: PrefixConfig = field(factory=PrefixConfig)
     access: AccessOptions = field(factory=AccessOptions)
     decode_access: AccessOptions = field(factory=AccessOptions)
+    prefill_engines: int = field(default=1, converter=integer, validator=positive)
+    streaming: bool = True
+    loans: bool = True
+    local_prefill_tokens: int = field(default=0, converter=integer, validator=not_negative)
 
     def __attrs_post_init__(self) -> None:
         for name, choices in (
@@ -169,8 +177,15 @@ class LaunchConfig:
         )
 
     @property
+    def prefill_groups(self) -> dict[str, tuple[str, ...]]:
+        """The ranks of each prefill engine in rank order, by engine."""
+        names = [f"prefill-{e}" for e in range(self.prefill_engines)]
+        return {n: (n, *(f"{n}.{r}" for r in range(1, self.prefill_size))) for n in names}
+
+    @property
     def prefill_names(self) -> tuple[str, ...]:
-        return tuple(f"prefill-{r}" for r in range(self.prefill_size))
+        """All prefill ranks, engine by engine."""
+        return tuple(name for names in self.prefill_groups.values() for name in names)
 
     @property
     def decode_names(self) -> tuple[str, ...]:
@@ -189,7 +204,7 @@ class LaunchConfig:
         """The front of this deployment, not started. `files` serves a disk tier."""
         return Deployment(
             hub,
-            self.prefill_names,
+            self.prefill_groups,
             self.decode_names,
             self.eos_ids(),
             self.model_name,
@@ -198,7 +213,25 @@ class LaunchConfig:
             self.max_num_batched_tokens,
             prefix=self.prefix,
             files=files,
+            options=FrontOptions(
+                self.unit_size,
+                self.streaming,
+                self.loans,
+                self.local_prefill_tokens,
+                self.prefill_kv_tokens,
+                self.decode_kv_tokens,
+            ),
         )
+
+    @property
+    def unit_size(self) -> int:
+        """Tokens of a block of chains, by which all engines know prefixes."""
+        return self.prefix.block_size or self.prefill_block
+
+    @property
+    def decode_prefix(self) -> PrefixConfig:
+        """Decode engines keep prefixes on their ranks alone."""
+        return PrefixConfig(self.prefix.enabled, self.unit_size)
 
     def costs(self) -> Costs:
         """What the choice of a way to transfer goes by: measured ones, or the defaults. Raises

@@ -26,7 +26,7 @@ from kvflow.comm.dist import connect_gloo, disconnect
 from kvflow.comm.local import LocalComm
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import ZmqHub, ZmqMailbox
-from kvflow.engine.ranks import guarded
+from kvflow.engine.prefill.rank import guarded
 from kvflow.engine.tiers.unitfile import FileMover
 from kvflow.errors import KvflowError, TransferError
 from kvflow.launch.build import decode_rank, prefill_rank
@@ -35,8 +35,8 @@ from kvflow.launch.config import LaunchConfig
 from kvflow.transfers.executors.base import Endpoint, RankCache
 
 _JOIN_S = 3.0
-_COLLECTIVE_TIMEOUT_S = 600.0
-_IDLE_S = 30 * 86400.0  # ranks of a decode group wait for its leader's next turn in a collective
+COLLECTIVE_TIMEOUT_S = 600.0
+IDLE_S = 30 * 86400.0  # ranks of a decode group wait for its leader's next turn in a collective
 
 
 @contextlib.asynccontextmanager
@@ -47,29 +47,22 @@ async def process_deployment(
     seconds, whatever it was doing, and removes the sockets' directory. Raises `TransferError`
     without NIXL, what `check_launch` raises, and `KvflowError` if a rank cannot start."""
     check_launch(config)
-    _require_nixl()
+    require_nixl()
     context, key = mp.get_context("spawn"), secrets.token_bytes(32)
-    num_ranks = config.prefill_size + config.decode_ranks * config.decode_size
+    num_ranks = len(config.prefill_names) + config.decode_ranks * config.decode_size
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     with tempfile.TemporaryDirectory(prefix="kvflow-") as directory:
         address = f"ipc://{Path(directory) / 'front'}"
         hub = ZmqHub(address)
-        stores = [_store() for _ in range(1 + config.decode_ranks)]
+        groups = [(_prefill_main, ranks) for ranks in config.prefill_groups.values()]
+        groups += [(_decode_main, config.decode_group(name)) for name in config.decode_names]
+        stores = [_store() for _ in groups]
         processes: dict[str, BaseProcess] = {}
-        for rank, name in enumerate(config.prefill_names):
-            processes[name] = context.Process(
-                target=_prefill_main,
-                args=(config, name, address, key, threads, rank, stores[0].port),
-                name=name,
-            )
-        for leader, store in zip(config.decode_names, stores[1:], strict=True):
-            for rank, name in enumerate(config.decode_group(leader)):
-                processes[name] = context.Process(
-                    target=_decode_main,
-                    args=(config, name, address, key, threads, rank, store.port),
-                    name=name,
-                )
-        deployment = config.deployment(hub, _files(config))
+        for (target, names), store in zip(groups, stores, strict=True):
+            for rank, name in enumerate(names):
+                args = (config, name, address, key, threads, rank, store.port)
+                processes[name] = context.Process(target=target, args=args, name=name)
+        deployment = config.deployment(hub, files_of(config))
         watcher: asyncio.Task[None] | None = None
         try:
             for process in processes.values():
@@ -89,7 +82,7 @@ def _store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _require_nixl() -> None:
+def require_nixl() -> None:
     from kvflow.transfers.executors.nixl_agent import load_nixl, settle_environment
 
     settle_environment()
@@ -101,7 +94,7 @@ def _require_nixl() -> None:
         ) from error
 
 
-def _files(config: LaunchConfig) -> FileMover | None:
+def files_of(config: LaunchConfig) -> FileMover | None:
     """What moves the files of a disk tier, if there is one."""
     from kvflow.transfers.executors.nixl_files import NixlFiles
 
@@ -168,7 +161,7 @@ def _enter(threads: int) -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-def _nixl_endpoint(key: bytes, config: LaunchConfig, cache: RankCache) -> Endpoint:
+def nixl_endpoint(key: bytes, config: LaunchConfig, cache: RankCache) -> Endpoint:
     from kvflow.transfers.executors.nixl import NixlEndpoint
 
     return NixlEndpoint(cache, key, costs=config.costs())
@@ -192,8 +185,8 @@ def _prefill_main(
     mailbox = ZmqMailbox(name, address)
 
     def serve() -> None:
-        with _group(rank, config.prefill_size, port, _COLLECTIVE_TIMEOUT_S) as comm:
-            make = partial(_nixl_endpoint, key, config)
+        with _group(rank, config.prefill_size, port, COLLECTIVE_TIMEOUT_S) as comm:
+            make = partial(nixl_endpoint, key, config)
             run, endpoint = prefill_rank(config, comm, mailbox, make)
             with contextlib.closing(endpoint):
                 run()
@@ -209,8 +202,8 @@ def _decode_main(
     mailbox = ZmqMailbox(name, address)
 
     def serve() -> None:
-        with _group(rank, config.decode_size, port, _IDLE_S) as comm:
-            run, endpoint = decode_rank(config, comm, mailbox, partial(_nixl_endpoint, key, config))
+        with _group(rank, config.decode_size, port, IDLE_S) as comm:
+            run, endpoint = decode_rank(config, comm, mailbox, partial(nixl_endpoint, key, config))
             with contextlib.closing(endpoint):
                 run()
 

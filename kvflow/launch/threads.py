@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from kvflow.comm.threads import ThreadComm, ThreadGroup
 from kvflow.engine.deployment import Deployment
 from kvflow.engine.mailbox import ThreadHub
-from kvflow.engine.ranks import guarded
+from kvflow.engine.prefill.rank import guarded
 from kvflow.errors import KvflowError
 from kvflow.launch.build import MakeRank, decode_rank, prefill_rank
 from kvflow.launch.checks import check_launch
@@ -36,7 +36,7 @@ async def thread_deployment(
     """
     check_launch(config)
     hub, fabric = ThreadHub(), LocalFabric()
-    groups = [(prefill_rank, config.prefill_names)]
+    groups = [(prefill_rank, names) for names in config.prefill_groups.values()]
     groups += [(decode_rank, config.decode_group(leader)) for leader in config.decode_names]
     boxes = {name: hub.mailbox(name) for _, names in groups for name in names}
 

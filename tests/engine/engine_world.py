@@ -70,21 +70,32 @@ async def until(holds, seconds=20.0):
 
 
 def free_blocks(deployment, rank):
-    """What a decode rank last said of its pool: (free, quarantined)."""
+    """What a decode rank last said of its pool: (free or cached, quarantined)."""
     gauges = deployment.gauges.get(rank, {})
-    return gauges.get("free_blocks.kv", -1.0), gauges.get("quarantined_blocks.kv", -1.0)
+    if "free_blocks.kv" not in gauges:
+        return -1.0, -1.0
+    free = gauges["free_blocks.kv"] + gauges["cached_blocks.kv"]
+    return free, gauges["quarantined_blocks.kv"]
 
 
 async def assert_idle(deployment, decode_blocks):
-    """Waits until every block is back on both sides, and audits the prefill pool."""
-    pool = deployment.prefill.pools["kv"]
-    await until(lambda: pool.num_available == pool.num_blocks)
-    deployment.prefill.audit()
+    """Waits until every block is back on both sides, and audits the prefill pools."""
+    for engine in deployment.prefills.values():
+        pool = engine.pools["kv"]
+        await until(lambda p=pool: p.num_available == p.num_blocks)
+        engine.audit()
     for rank in deployment.decode_ranks:
         # a rank that has done nothing yet has told nothing yet
         await until(lambda r=rank: free_blocks(deployment, r) in ((decode_blocks, 0), (-1, -1)))
-    assert set(deployment._load.values()) == {0}
-    assert not deployment._live
+    assert_nothing_in_flight(deployment)
+
+
+def assert_nothing_in_flight(deployment):
+    """The front has forgotten every request, and so has its router."""
+    assert not deployment.journeys.live
+    assert not deployment.journeys.lenders.num_running
+    router = deployment.routing.router
+    assert {router.account(e.name).num_requests for e in router.engines} <= {0}
 
 
 @define(eq=False)
@@ -108,13 +119,10 @@ class Ranks:
         self.endpoints[name] = WatchedEndpoint(cache, fabric, gate, self)
         return self.endpoints[name]
 
-    def compare(self, bound, target):
-        sources = {
-            r: self.caches[f"prefill-{r}"]
-            for r in range(len(self.caches))
-            if f"prefill-{r}" in self.caches
-        }
-        self.wrong += differing_cells(bound.src, sources, bound.dst, target)
+    def compare(self, bound, peers, target):
+        by_name = {e.name: self.caches[rank] for rank, e in self.endpoints.items()}
+        sources = {r: by_name[name] for r, name in peers.items()}
+        self.wrong += differing_cells(bound.src, sources, bound.dst, target, bound.plan.tokens)
 
 
 class WatchedEndpoint(LocalEndpoint):
@@ -128,24 +136,25 @@ class WatchedEndpoint(LocalEndpoint):
         report = super().pull(bound, dst_rank, peers, timeout=timeout, verify=verify)
         self.ranks.pulls.append(bound)
         if self.ranks.check:
-            self.ranks.compare(bound, self.cache)
+            self.ranks.compare(bound, peers, self.cache)
         return report
 
 
-def differing_cells(src, sources, dst, target):
-    """(component, field, token) of every cell that the target holds otherwise than some source
-    replica, by the oracle's arithmetic, which deals tokens one by one."""
-    n, names = src.lengths[src.layout.spec.names[0]], src.layout.spec.names
-    here = {}
-    for cell in cells(dst.layout, dst, (0, n), names):
+def differing_cells(src, sources, dst, target, tokens):
+    """(component, field, token) of every cell of these tokens that the target rank holds otherwise
+    than some source replica, by the oracle's arithmetic, which deals tokens one by one."""
+    names, here = src.layout.spec.names, {}
+    for cell in cells(dst.layout, dst, tokens, names):
+        if cell.rank != target.rank:
+            continue
         here[cell.component, cell.field, cell.token] = _read(target, cell)
     seen, wrong = set(), []
-    for cell in cells(src.layout, src, (0, n), names):
+    for cell in cells(src.layout, src, tokens, names):
         key = cell.component, cell.field, cell.token
         seen.add(key)
-        if _read(sources[cell.rank], cell) != here[key]:
+        if key in here and _read(sources[cell.rank], cell) != here[key]:
             wrong.append((cell.rank, *key))
-    return wrong + [("missing", key) for key in seen ^ set(here)]
+    return wrong + [("missing", key) for key in set(here) - seen]
 
 
 def _read(cache, cell):

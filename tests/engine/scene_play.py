@@ -9,12 +9,12 @@ from unittest import mock
 import torch
 from attrs import evolve
 from engine_scenes import VOCAB
-from engine_world import one_rank_sampled, until, world
+from engine_world import assert_nothing_in_flight, one_rank_sampled, until, world
 
 from kvflow.engine.api import Request
 from kvflow.engine.spec.draft import Drafter
 
-HELD = ("used_blocks", "quarantined_blocks")
+HELD = ("used_blocks", "pinned_blocks", "quarantined_blocks")
 NUM_LOGPROBS = 3
 LOGPROB_ERROR = 1e-9
 """Ranks add up in another order than one alone; in float64 that shows in the last places only.
@@ -116,12 +116,12 @@ async def _waves(launch, waves):
 
 async def _idle(deployment):
     """Every block is free, or a prefix that can be evicted, on both sides."""
-    for pool in deployment.prefill.pools.values():
-        await until(lambda p=pool: p.num_available == p.num_blocks)
-    deployment.prefill.audit()
+    for engine in deployment.prefills.values():
+        for pool in engine.pools.values():
+            await until(lambda p=pool: p.num_available == p.num_blocks)
+        engine.audit()
     await until(lambda: not any(_held(deployment, rank) for rank in deployment.decode_ranks))
-    assert set(deployment._load.values()) == {0}
-    assert not deployment._live
+    assert_nothing_in_flight(deployment)
 
 
 def _held(deployment, rank):
@@ -132,11 +132,14 @@ def _held(deployment, rank):
 
 def _happened(deployment):
     """Reused tokens by tier, preemptions, accepted drafts, and clients that left."""
-    happened = Counter({f"{t} hits": n for t, n in deployment.prefill.kv.num_reused.items()})
+    happened = Counter()
+    for engine in deployment.prefills.values():
+        happened.update({f"{t} hits": n for t, n in engine.kv.num_reused.items()})
     happened["cancellations"] = deployment.num_requests["aborted"]
     for rank in deployment.decode_ranks:
         counters = deployment.counters.get(rank, {})
-        happened["preemptions"] += int(counters.get("preemptions", 0))
+        for name in ("preemptions", "reused_tokens", "local_prefills"):
+            happened[name] += int(counters.get(name, 0))
         accepted = [n for k, n in counters.items() if k.endswith("spec_accepted_tokens")]
         happened["accepted drafts"] += int(sum(accepted))
     return happened

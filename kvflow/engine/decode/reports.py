@@ -1,10 +1,9 @@
-"""What a decode group tells the front: transfers as one, and its load and pools as gauges."""
+"""What a decode group tells the front: transfers as one, and its pools as gauges."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvflow.engine.blocks import BlockPool
-from kvflow.engine.decode.requests import Decoding, Phase
+from kvflow.engine.prefix.pool import SharedBlockPool
 
 
 def joined_report(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -20,18 +19,28 @@ def joined_report(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def load_of(requests: Sequence[Decoding]) -> dict[str, float]:
-    """Requests by phase."""
-    return {p.value: float(sum(r.phase is p for r in requests)) for p in Phase}
+def summed_report(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of all parts that came from one engine, one after the other: counts and times add
+    up, links are those of the part that had the most."""
+    first = dict(parts[0])
+    for key in ("nbytes", "num_descriptors", "num_parts", "seconds"):
+        first[key] = sum(part[key] for part in parts)
+    first["num_links"] = max(part["num_links"] for part in parts)
+    first["strategies"] = tuple(sorted({s for part in parts for s in part["strategies"]}))
+    verdicts = [part["verified"] for part in parts]
+    first["verified"] = None if None in verdicts else all(verdicts)
+    return first
 
 
-def pool_gauges(pools: Mapping[str, BlockPool]) -> dict[str, float]:
+def pool_gauges(pools: Mapping[str, SharedBlockPool]) -> dict[str, float]:
     """Blocks by group and holding. Raises `KvflowError` if a pool has lost one."""
     gauges = {}
     for name, pool in pools.items():
         pool.audit()
         gauges[f"free_blocks.{name}"] = float(pool.num_free)
+        gauges[f"cached_blocks.{name}"] = float(pool.count("cached"))
         gauges[f"used_blocks.{name}"] = float(pool.count("used"))
+        gauges[f"pinned_blocks.{name}"] = float(pool.count("pinned"))
         gauges[f"quarantined_blocks.{name}"] = float(pool.count("quarantined"))
     return gauges
 

@@ -1,11 +1,12 @@
-"""A request on a decode rank, and the batch it is in."""
+"""A request on a decode engine, and where it stands."""
 
 from enum import Enum
 
 from attrs import define, field
 
+from kvflow.engine.decode.incoming import Incoming
 from kvflow.engine.messages import Admit, StepItem
-from kvflow.transfers.plan import Plan
+from kvflow.engine.prefix.cache import Trail
 
 
 class Phase(Enum):
@@ -22,19 +23,19 @@ class Phase(Enum):
 class Decoding:
     """One request. tokens: the prompt, the first token from prefill, and those generated here.
     computed: positions [0, computed) have their KV in `tables`; at least one token is always
-    without. missing: ranks of the group whose part of the transfer has not ended. order: which
-    request came first."""
+    without. num_cached: how many of the prompt's were here when it began. order: which request
+    came first. trail: how far its blocks are known to the engine's cache."""
 
     admit: Admit
-    plan: Plan
+    incoming: Incoming
     order: int
     tokens: list[int]
-    missing: int = 0
     computed: int = 0
+    num_cached: int = 0
+    was_computed: int = 0
     phase: Phase = Phase.WAITING
     tables: dict[str, list[int]] = field(factory=dict)
-    reports: list[dict[str, object]] = field(factory=list)
-    error: str | None = None
+    trail: Trail = field(factory=Trail)
     aborted: bool = False
 
     @property
@@ -42,8 +43,9 @@ class Decoding:
         return self.admit.request_id
 
     @property
-    def src_ranks(self) -> list[int]:
-        return sorted({src for src, _ in self.plan.links})
+    def is_local(self) -> bool:
+        """Whether this engine computes the prompt itself."""
+        return not self.admit.sources
 
     @property
     def num_generated(self) -> int:
@@ -57,7 +59,8 @@ class Decoding:
 
     @property
     def catching_up(self) -> bool:
-        """Whether more than the newest token lacks its KV: the request was preempted."""
+        """Whether more than the newest token lacks its KV: the request was preempted, or its
+        prompt is computed here."""
         return len(self.tokens) - self.computed > 1
 
     def item(self, count: int, num_drafts: int) -> StepItem:

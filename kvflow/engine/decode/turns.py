@@ -13,19 +13,19 @@ from msgspec import Struct
 
 from kvflow.comm import Comm
 from kvflow.comm.blobs import all_gather_blobs, broadcast_blob
-from kvflow.engine.decode.worker import DecodeWorker, Pull
-from kvflow.engine.messages import Connect, StepItem
+from kvflow.engine.decode.worker import DecodeWorker
+from kvflow.engine.messages import Connect, PullRows, StepItem
 from kvflow.engine.sampling import Sampled
 
 
 class Turn(Struct, frozen=True):
-    """From the leader: prefill engines to connect, transfers to begin, the step's items, requests
-    that have left, and whether this is the last turn."""
+    """From the leader: engines to connect, requests that have left their blocks, transfers to
+    begin, the step's items, and whether this is the last turn."""
 
-    connect: list[Connect]
-    pulls: list[Pull]
-    items: list[StepItem]
-    forget: list[str]
+    connect: list[Connect] = []
+    retire: list[str] = []
+    pulls: list[PullRows] = []
+    items: list[StepItem] = []
     stop: bool = False
 
 
@@ -68,9 +68,15 @@ class Crew:
         return _answers(self.comm, perform(self.worker, turn))
 
 
+def gather_exports(worker: DecodeWorker, comm: Comm) -> dict[int, bytes]:
+    """The exports of all ranks of the group, by rank. A collective, and the first of a group."""
+    return dict(enumerate(all_gather_blobs(comm, worker.endpoint.export())))
+
+
 def follow(worker: DecodeWorker, comm: Comm) -> None:
     """On every other rank: the leader's turns, until the last or an error."""
     stop = False
+    gather_exports(worker, comm)
     try:
         while not stop:
             turn = _TURN.decode(broadcast_blob(comm, None))
@@ -81,15 +87,15 @@ def follow(worker: DecodeWorker, comm: Comm) -> None:
 
 
 def perform(worker: DecodeWorker, turn: Turn) -> TurnDone:
-    """One rank's part of a turn."""
+    """One rank's part of a turn. Who leaves goes first: others may get its blocks in this turn."""
     for connect in turn.connect:
-        worker.connect(connect)
-    for request_id in turn.forget:
-        worker.runner.forget(request_id)
+        worker.pulls.connect(connect)
+    for request_id in turn.retire:
+        worker.retire(request_id)
     for pull in turn.pulls:
-        worker.begin(pull)
+        worker.pulls.begin(pull)
     sampled, seconds = worker.step(turn.items) if turn.items else ({}, 0.0)
-    ended = [PullEnded(*one) for one in worker.ended()]
+    ended = [PullEnded(*one) for one in worker.pulls.ended()]
     quiesced = worker.endpoint.quiesced()
     return TurnDone(ended, quiesced, sampled, seconds, worker.gauges, worker.totals)
 

@@ -13,6 +13,7 @@ from kvflow.engine.prefix.pool import SharedBlockPool
 from kvflow.errors import KvflowError
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.paging import num_entries, num_full_entries, open_spans
+from kvflow.router.events import EventBuffer
 
 Tables = dict[str, list[int]]
 
@@ -47,26 +48,29 @@ class Trail:
 
 @define(eq=False)
 class PrefixCache:
-    """Every block of the pools, by group; `num_blocks` is how many there are."""
+    """Every block of the pools, by group; `num_blocks` is how many there are, `unit_size` the
+    tokens of a block of chains."""
 
     layout: KVLayout
     num_blocks: Mapping[str, int]
+    unit_size: int = 1
     pools: dict[str, SharedBlockPool] = field(init=False)
     index: PrefixIndex = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.pools = {name: SharedBlockPool(n) for name, n in self.num_blocks.items()}
-        self.index = PrefixIndex(self.pools)
+        self.index = PrefixIndex(self.pools, EventBuffer("device", self.unit_size))
         for name, pool in self.pools.items():
             pool.on_evict = partial(self.index.drop, name)
 
     # --- blocks of requests
 
-    def lease(self, match: Match, length: int) -> Lease | None:
-        """Blocks for a request of `length` tokens that begins with a match. If there is no room
-        for the sources of a copy beside its own blocks, it is given whole shared entries only.
-        None, and nothing is held, if there is no room for it at all."""
-        return self._lease(match, length, copies=True) or self._lease(match, length, copies=False)
+    def lease(self, match: Match, length: int, *, copies: bool = True) -> Lease | None:
+        """Blocks for a request of `length` tokens that begins with a match. Without `copies`, or
+        if there is no room for the sources of a copy beside its own blocks, it is given whole
+        shared entries only. None, and nothing is held, if there is no room for it at all."""
+        found = self._lease(match, length, copies=True) if copies else None
+        return found or self._lease(match, length, copies=False)
 
     def _lease(self, match: Match, length: int, *, copies: bool) -> Lease | None:
         reused = match.length if copies else self._closed(match.length)

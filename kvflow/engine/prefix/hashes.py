@@ -66,6 +66,10 @@ class Chain:
         """The position behind block k."""
         return (k + 1) * self.block_size
 
+    def parent(self, k: int) -> bytes | None:
+        """The hash of the block before block k, None for the first."""
+        return self.hashes[k - 1] if k else None
+
     def block(self, k: int) -> bytes:
         """The tokens of a block, as int64 bytes."""
         return self.tokens[k * self.block_size : self.stop(k)].tobytes()

@@ -14,6 +14,7 @@ from attrs import define, field
 from kvflow.engine.prefix.hashes import Chain
 from kvflow.engine.prefix.pool import SharedBlockPool
 from kvflow.errors import KvflowError
+from kvflow.router.events import EventBuffer
 
 
 class Named(NamedTuple):
@@ -73,9 +74,10 @@ class Match:
 @define(eq=False)
 class PrefixIndex:
     """Over the pools of one engine, by group. Takes no hold of any block: a pool that gives a
-    cached id away calls `drop` first."""
+    cached id away calls `drop` first. `events` gathers what comes and goes."""
 
     pools: Mapping[str, SharedBlockPool]
+    events: EventBuffer = field(factory=lambda: EventBuffer("device", 1))
     _nodes: dict[bytes, dict[int | None, Node]] = field(init=False, factory=dict)
     _named: dict[tuple[str, int], set[Node]] = field(init=False, factory=dict)
 
@@ -115,6 +117,7 @@ class PrefixIndex:
         if node is None:
             node = Node(chain.hashes[k], following, chain.block(k), chain.labels[k], parent, named)
             variants[following] = node
+            self.events.stored(node.hash, parent.hash if parent is not None else None)
             if parent is not None:
                 parent.children.add(node)
         elif node.parent is not parent or not _holds(node, chain, k):
@@ -159,6 +162,7 @@ class PrefixIndex:
             del self._nodes[one.hash][one.following]
             if not self._nodes[one.hash]:
                 del self._nodes[one.hash]
+                self.events.removed(one.hash)
             for name in self._ids(one):
                 self._unname(one, *name)
 

@@ -8,6 +8,7 @@ from attrs import define, field, frozen
 from kvflow.engine.prefix.hashes import Chain
 from kvflow.engine.tiers.memory import UnitMemory
 from kvflow.errors import KvflowError
+from kvflow.router.events import EventBuffer
 
 
 class Place(NamedTuple):
@@ -37,6 +38,7 @@ class HostTier:
     num_stored: int = field(init=False, default=0)
     num_evicted: int = field(init=False, default=0)
     num_refused: int = field(init=False, default=0)
+    events: EventBuffer = field(init=False)
     _free: list[int] = field(init=False)
     _written: dict[int, Place | None] = field(init=False, factory=dict)
     _entries: dict[int, Entry] = field(init=False, factory=dict)
@@ -46,6 +48,7 @@ class HostTier:
 
     def __attrs_post_init__(self) -> None:
         self._free = list(range(self.memory.num_units - 1, -1, -1))
+        self.events = EventBuffer("host", self.memory.unit_size)
 
     # --- reading
 
@@ -108,9 +111,12 @@ class HostTier:
     def has(self, place: Place) -> bool:
         return place.following in self._units.get(place.hash, {})
 
-    def publish(self, unit: int, place: Place, tokens: bytes, label: bytes) -> bool:
-        """Every row of a unit is written: from now on it is found. False, and the unit is free,
-        if the block has come from elsewhere in the meantime."""
+    def publish(
+        self, unit: int, place: Place, tokens: bytes, label: bytes, parent: bytes | None = None
+    ) -> bool:
+        """Every row of a unit is written: from now on it is found, and `parent` is the hash of the
+        block before it. False, and the unit is free, if the block has come from elsewhere in the
+        meantime."""
         self._take_written(unit)
         if self.has(place):
             self._free.append(unit)
@@ -118,6 +124,7 @@ class HostTier:
         self.memory.set_label(unit, label)
         self._entries[unit] = Entry(place, tokens, label)
         self._units.setdefault(place.hash, {})[place.following] = unit
+        self.events.stored(place.hash, parent)
         self._idle[unit] = None
         self.num_stored += 1
         return True
@@ -152,6 +159,7 @@ class HostTier:
             del self._units[place.hash][place.following]
             if not self._units[place.hash]:
                 del self._units[place.hash]
+                self.events.removed(place.hash)
             self.memory.set_label(unit, None)
             if unit in self._idle:
                 del self._idle[unit]

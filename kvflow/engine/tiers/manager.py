@@ -181,7 +181,7 @@ class Tiers:
                 self.host.discard(stores[k])
                 continue
             place, label = Place(chain.hashes[k], following), chain.label(k, following)
-            if self.host.publish(stores[k], place, chain.block(k), label):
+            if self.host.publish(stores[k], place, chain.block(k), label, chain.parent(k)):
                 published.append((stores[k], chain.key(k, following)))
         if self.traffic is not None:
             for unit, key in reversed(published):

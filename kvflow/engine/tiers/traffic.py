@@ -91,13 +91,13 @@ class DiskTraffic:
             unit = self.host.begin(place)
             if unit is None:
                 return place if self.host.has(place) else None
-            task = asyncio.get_running_loop().create_task(self._read(file, unit))
+            task = asyncio.get_running_loop().create_task(self._read(file, unit, chain.parent(k)))
             self._reading[place] = task
             task.add_done_callback(lambda _: self._reading.pop(place, None))
         await asyncio.wait([task])
         return place if task.result() else None
 
-    async def _read(self, file: UnitFile, unit: int) -> bool:
+    async def _read(self, file: UnitFile, unit: int, parent: bytes | None) -> bool:
         generation, loop = self._generation, asyncio.get_running_loop()
         data, entry = self.host.memory.units[unit], file.entry
         try:
@@ -109,7 +109,7 @@ class DiskTraffic:
         if generation != self._generation:
             self.host.discard(unit)
             return False
-        return self.host.publish(unit, entry.place, entry.tokens, entry.label)
+        return self.host.publish(unit, entry.place, entry.tokens, entry.label, parent)
 
     def clear(self) -> int:
         """Deletes every file; what is under way is found by nobody. Returns how many there were."""

@@ -1,9 +1,11 @@
 """What `/metrics` shows of a prefill engine and of a deployment around it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+from attrs import evolve
 
 from kvflow.engine.api import Metric, Sample
-from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.prefill.engine import PrefillEngine
 from kvflow.engine.prefix.pool import State
 
 Numbers = Mapping[str, Mapping[str, float]]
@@ -11,15 +13,33 @@ Numbers = Mapping[str, Mapping[str, float]]
 
 
 def engine_metrics(
-    outcomes: Mapping[str, int], prefill: PrefillEngine, gauges: Numbers, counters: Numbers
+    outcomes: Mapping[str, int],
+    prefills: Sequence[PrefillEngine],
+    gauges: Numbers,
+    counters: Numbers,
 ) -> list[Metric]:
-    """Of a whole deployment: requests by outcome, the prefill engine, and every rank's numbers."""
+    """Of a whole deployment: requests by outcome, the prefill engines, and every rank's numbers."""
     requests = [Sample(float(n), {"outcome": outcome}) for outcome, n in outcomes.items()]
     return [
         _total("kvflow_engine_requests", "Requests by outcome.", requests),
-        *prefill_metrics(prefill),
+        *_joined({engine.name: prefill_metrics(engine) for engine in prefills}),
         Metric("kvflow_rank", "Gauges of each rank.", "gauge", _by_rank(gauges)),
         Metric("kvflow_rank_total", "Counters of each rank.", "counter", _by_rank(counters)),
+    ]
+
+
+def _joined(metrics: Mapping[str, list[Metric]]) -> list[Metric]:
+    """Metrics of several engines, which all have the same: their samples bear the engine."""
+    return [
+        evolve(
+            same[0],
+            samples=[
+                evolve(sample, labels={"engine": name} | dict(sample.labels))
+                for name, metric in zip(metrics, same, strict=True)
+                for sample in metric.samples
+            ],
+        )
+        for same in zip(*metrics.values(), strict=True)
     ]
 
 
@@ -50,17 +70,19 @@ def prefill_metrics(engine: PrefillEngine) -> list[Metric]:
     return [
         _total("kvflow_prefill_steps", "Prefill steps begun.", [Sample(float(engine.num_steps))]),
         _total(
-            "kvflow_prefill_model_seconds", "Time ranks computed.", [Sample(engine.model_seconds)]
+            "kvflow_prefill_model_seconds",
+            "Time ranks computed.",
+            [Sample(engine.steps.model_seconds)],
         ),
         _total(
             "kvflow_prefill_move_seconds",
             "Time ranks copied, loaded and stored rows of prefixes.",
-            [Sample(engine.move_seconds)],
+            [Sample(engine.steps.move_seconds)],
         ),
         _total(
             "kvflow_prefill_schedule_seconds",
             "Time the front decided on steps and took their answers.",
-            [Sample(engine.schedule_seconds)],
+            [Sample(engine.steps.schedule_seconds)],
         ),
         Metric(
             "kvflow_prefill_requests",
@@ -73,6 +95,11 @@ def prefill_metrics(engine: PrefillEngine) -> list[Metric]:
             "kvflow_prefix_reused_tokens",
             "Prompt tokens not computed, by the tier their rows came from.",
             _by("tier", kv.num_reused.items()),
+        ),
+        _total(
+            "kvflow_prefix_failed_loans",
+            "Prompts whose rows could not be pulled from the engine that lent them.",
+            [Sample(float(engine.steps.num_failed_loans))],
         ),
         _total(
             "kvflow_prefix_short_hits",

@@ -19,6 +19,7 @@ from kvflow.engine.prefix.hashes import Chain, PrefixHasher
 from kvflow.engine.tiers.manager import Tiers
 from kvflow.layouts.identity import ContentIdentity
 from kvflow.layouts.layout import KVLayout
+from kvflow.router.events import KVEvents
 
 
 @define(eq=False)
@@ -68,13 +69,13 @@ class PrefillKV:
     num_reused: "Counter[str]" = field(init=False)
     num_short_hits: int = field(init=False, default=0)
     num_refused_loads: int = field(init=False, default=0)
-    _hasher: PrefixHasher = field(init=False)
+    hasher: PrefixHasher = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.cache = PrefixCache(self.layout, self.num_blocks)
+        self.cache = PrefixCache(self.layout, self.num_blocks, self.config.unit_size(self.layout))
         tiers = self.tiers.units() if self.tiers is not None else ()
-        self.num_reused = Counter(dict.fromkeys(("device", *tiers), 0))
-        self._hasher = PrefixHasher(
+        self.num_reused = Counter(dict.fromkeys(("device", *tiers, "peer"), 0))
+        self.hasher = PrefixHasher(
             ContentIdentity.of(self.layout.spec).fingerprint,
             self.config.unit_size(self.layout),
             shifted=bool(self.layout.spec.select(part="mtp")),
@@ -83,7 +84,7 @@ class PrefillKV:
     def of(self, request: Request) -> RequestKV:
         """A request that holds nothing yet."""
         known = request.prompt if self.config.enabled else ()
-        return RequestKV(self._hasher.chain(known, request.cache_salt), len(request.prompt))
+        return RequestKV(self.hasher.chain(known, request.cache_salt), len(request.prompt))
 
     async def fetch(self, kv: RequestKV) -> None:
         """Brings what only files know of the request's prefix into the host tier."""
@@ -161,6 +162,23 @@ class PrefillKV:
             self.tiers.drop_stores(kv.stores)
         kv.stores = {}
 
+    def borrowed(self, kv: RequestKV, num_tokens: int) -> None:
+        """So many positions behind what was known came from another engine."""
+        if not kv.has_computed:
+            kv.num_reused = kv.num_reused | {"peer": num_tokens}
+
+    def readable(self, kv: RequestKV, done: int) -> int:
+        """Of the first `done` positions, known before the first step, those whose rows are in the
+        request's blocks already: copies come with that step, and so do loads, after which the
+        request may have to begin anew."""
+        if kv.load is not None:
+            return 0
+        if kv.lease.copy is not None:
+            done = min(
+                done, *(first for spans in kv.lease.copy.spans.values() for first, _ in spans)
+            )
+        return done
+
     def pin(self, kv: RequestKV) -> None:
         """The prompt is computed; its blocks wait for a reader."""
         self.cache.hold(kv.tables, "used", "pinned")
@@ -198,6 +216,13 @@ class PrefillKV:
         requests that have begun are indexed no more only if their `trail` is ended."""
         kept = self.tiers.clear() if self.tiers is not None else {}
         return {"device": self.cache.index.clear(), **kept}
+
+    def changes(self) -> list[KVEvents]:
+        """What came to each tier and went since the last call."""
+        buffers = [self.cache.index.events]
+        if self.tiers is not None:
+            buffers.append(self.tiers.host.events)
+        return [events for buffer in buffers if (events := buffer.drain()) is not None]
 
     def audit(self, *, idle: bool) -> None:
         """Raises `KvflowError` if a block or unit is lost, indexed wrongly, or held although the

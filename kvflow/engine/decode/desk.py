@@ -1,0 +1,216 @@
+"""Desk: the requests of a decode engine, and how the rows of their prompts come in.
+
+Takes what the front says of a request before it runs, decides which parts of its transfers begin,
+and tells the front when a source is read no more.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from kvflow.engine.decode.incoming import Incoming
+from kvflow.engine.decode.kv import DecodeKV
+from kvflow.engine.decode.requests import Decoding, Phase
+from kvflow.engine.decode.turns import TurnDone
+from kvflow.engine.mailbox import Mailbox
+from kvflow.engine.messages import Admit, PullRows, Readable, RequestFailed, TransferEnded
+from kvflow.engine.pulls import Puller
+from kvflow.errors import KvflowError, PlanError
+
+
+@define(eq=False)
+class Desk:
+    """`pulls` derives plans as every rank of the group does; `counters` are the engine's."""
+
+    kv: DecodeKV
+    pulls: Puller
+    mailbox: Mailbox
+    counters: dict[str, float]
+    _requests: list[Decoding] = field(init=False, factory=list)
+    _num_admitted: int = field(init=False, default=0)
+
+    def requests(self, *phases: Phase) -> list[Decoding]:
+        """Those in these phases, oldest first."""
+        return sorted((r for r in self._requests if r.phase in phases), key=lambda r: r.order)
+
+    def state(self) -> list[tuple[int, Phase, int]]:
+        """What a report is worth being sent for."""
+        return [(r.order, r.phase, r.incoming.arrived) for r in self._requests]
+
+    def load(self) -> dict[str, float]:
+        """Requests by phase, and the positions that they hold."""
+        phases = {p.value: float(sum(r.phase is p for r in self._requests)) for p in Phase}
+        return phases | {"kv_tokens": float(sum(r.computed for r in self._requests))}
+
+    @property
+    def is_pulling(self) -> bool:
+        """Whether a part of a transfer is under way."""
+        return any(r.incoming.missing for r in self._requests)
+
+    @property
+    def can_pull(self) -> bool:
+        """Whether a part of a transfer can begin."""
+        return any(r.incoming.can_go_on for r in self.requests(Phase.PULLING))
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether anything may still arrive."""
+        return self.is_pulling or bool(self.requests(Phase.QUARANTINED))
+
+    def holds_others(self, work: Decoding) -> bool:
+        """Whether somebody holds blocks that come back without being taken, or a loan does."""
+        held = self.requests(Phase.PULLING, Phase.QUARANTINED)
+        return bool(held) or self.kv.is_lending
+
+    def remove(self, work: Decoding) -> None:
+        self._requests.remove(work)
+
+    # --- what the front says
+
+    def admit(self, admit: Admit) -> None:
+        """Takes a request in, or tells the front why not."""
+        try:
+            plans = [self.pulls.derive(admit.request_id, source) for source in admit.sources]
+            self._check_fits(admit)
+        except KvflowError as error:
+            self.counters["refused"] += 1
+            for source in admit.sources:
+                self._ended(admit.request_id, source.engine, [], None, str(error))
+            self.mailbox.send(RequestFailed(admit.request_id, str(error)))
+            return
+        first = [] if admit.first_token is None else [admit.first_token]
+        incoming = Incoming(admit.sources, plans, admit.readable)
+        work = Decoding(admit, incoming, self._num_admitted, [*admit.prompt, *first])
+        self._requests.append(work)
+        self._num_admitted += 1
+
+    def _check_fits(self, admit: Admit) -> None:
+        length = len(admit.prompt) + admit.sampling.max_tokens - 1  # the last token is not stored
+        if admit.sources and admit.sources[-1].stop != len(admit.prompt):
+            raise PlanError(
+                f"the source holds {admit.sources[-1].stop} tokens of a prompt of "
+                f"{len(admit.prompt)}"
+            )
+        for name, need in self.kv.layout.num_blocks_for(length).items():
+            if need > self.kv.num_blocks[name]:
+                raise PlanError(
+                    f"{length} tokens need {need} blocks, the decode pool {name!r} has "
+                    f"{self.kv.num_blocks[name]}"
+                )
+
+    def readable(self, message: Readable) -> None:
+        """More of a prompt is computed. Requests that have left already are no error."""
+        for work in self._requests:
+            if work.request_id == message.request_id:
+                work.incoming.readable = message.stop
+                if message.first_token is not None:
+                    work.tokens.append(message.first_token)
+                    self._run_if_whole(work)
+
+    def abort(self, request_id: str) -> Decoding | None:
+        """Nobody listens. A part under way is waited for, since it cannot be recalled. Otherwise
+        every source is told at once, and the request is returned: it is to leave."""
+        for work in self._requests:
+            if work.request_id != request_id or work.phase is Phase.QUARANTINED:
+                continue
+            work.aborted = True
+            if not work.incoming.missing:
+                self._end_unread(work, None)
+                return work
+        return None
+
+    # --- transfers
+
+    def begin(self, work: Decoding) -> None:
+        """The request has its blocks, and its first `computed` positions lie in them."""
+        work.incoming.begin(work.computed)
+        work.num_cached = work.computed
+        self.counters["reused_tokens"] += work.computed
+        work.phase = Phase.PULLING
+        if work.is_local:
+            self.counters["local_prefills"] += 1
+            work.phase = Phase.RUNNING
+
+    def next_pulls(self, num_ranks: int) -> list[PullRows]:
+        """The parts of transfers that can begin now."""
+        found = [(w, w.incoming.next_part(num_ranks)) for w in self.requests(Phase.PULLING)]
+        return [
+            PullRows(work.request_id, *part, work.tables)
+            for work, part in found
+            if part is not None
+        ]
+
+    def settle_transfers(self, answers: Sequence[TurnDone]) -> list[Decoding]:
+        """What of transfers has ended on the ranks. Returns requests that are to leave."""
+        moving = {w.request_id: w for w in self._requests if w.incoming.missing}
+        for answer in answers:
+            for part in answer.ended:
+                moving[part.request_id].incoming.part_ended(part.report, part.error)
+        leaving = [w for w in moving.values() if not w.incoming.missing and self._settle(w)]
+        if all(answer.quiesced for answer in answers):
+            self._end_quarantine()
+        return leaving
+
+    def _settle(self, work: Decoding) -> bool:
+        """A part is over on every rank. Whether the request is to leave."""
+        incoming = work.incoming
+        if incoming.error is not None:
+            self._quarantine(work, incoming.error)
+            return False
+        ended = incoming.settle()
+        if ended is not None:
+            place, report = ended
+            self.counters["transfers"] += 1
+            self.counters["transfer_nbytes"] += report["nbytes"]
+            self._source_ended(work, place, report, None)
+        work.computed = incoming.arrived
+        if work.aborted:
+            self._end_unread(work, None)
+        else:
+            self._run_if_whole(work)
+        return work.aborted
+
+    def _run_if_whole(self, work: Decoding) -> None:
+        """The request runs once all its rows and its first token are here."""
+        if work.phase is Phase.PULLING and work.incoming.is_whole and work.num_generated:
+            work.computed, work.phase = len(work.admit.prompt), Phase.RUNNING
+            self.kv.publish(work)
+
+    def _quarantine(self, work: Decoding, error: str) -> None:
+        self.counters["transfer_failures"] += 1
+        work.phase = Phase.QUARANTINED
+        self.kv.quarantine(work)
+        self.mailbox.send(RequestFailed(work.request_id, f"KV transfer failed: {error}"))
+
+    def _end_quarantine(self) -> None:
+        """Blocks of failed transfers come back, here and at the source, once nothing of them
+        moves any more."""
+        for work in self.requests(Phase.QUARANTINED):
+            self.remove(work)
+            self.kv.end_quarantine(work)
+            self._end_unread(work, "transfer failed")
+
+    def _end_unread(self, work: Decoding, error: str | None) -> None:
+        for place in work.incoming.unread():
+            self._source_ended(work, place, None, error)
+
+    def _source_ended(
+        self, work: Decoding, place: int, report: Mapping[str, Any] | None, error: str | None
+    ) -> None:
+        source, ranks = work.admit.sources[place], work.incoming.src_ranks(place)
+        told = dict(report) if report is not None else None
+        held = work.incoming.num_held
+        self._ended(work.request_id, source.engine, ranks, told, error, held)
+
+    def _ended(
+        self,
+        request_id: str,
+        engine: str,
+        src_ranks: list[int],
+        report: dict[str, Any] | None,
+        error: str | None,
+        num_held: int = 0,
+    ) -> None:
+        ended = TransferEnded(request_id, engine, src_ranks, report, error, num_held)
+        self.mailbox.send(ended)

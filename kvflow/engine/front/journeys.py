@@ -1,0 +1,184 @@
+"""Journeys: requests on their way through the engines of a deployment.
+
+A request is routed, prefilled and handed over, which may begin while it is prefilled; its decode
+engine then generates. An end from outside is told to the engines, each of which frees what nobody
+writes or reads any more.
+"""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from functools import partial
+
+from attrs import define, field
+
+from kvflow.engine.api import Request, TokenOutput, Unavailable
+from kvflow.engine.finish import finish_reason
+from kvflow.engine.front.lenders import Lenders
+from kvflow.engine.front.live import Live, output
+from kvflow.engine.front.routing import Routing
+from kvflow.engine.mailbox import Hub
+from kvflow.engine.messages import (
+    Abort,
+    Admit,
+    Generated,
+    Readable,
+    RequestFailed,
+    Source,
+    TransferEnded,
+)
+from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.sampling import Sampled
+from kvflow.errors import KvflowError
+
+
+@define(eq=False)
+class Journeys:
+    """`prefills` are the prefill engines by name. `streaming`: decode engines read a prompt's rows
+    while it is computed. `failure`: why nothing goes on any more."""
+
+    hub: Hub
+    prefills: Mapping[str, PrefillEngine]
+    routing: Routing
+    lenders: Lenders
+    eos_ids: frozenset[int]
+    streaming: bool
+    failure: str | None = None
+    live: dict[str, Live] = field(init=False, factory=dict)
+
+    # --- what ranks say
+
+    def transfer_ended(self, message: TransferEnded) -> None:
+        """A decode engine reads a source no more: the prompt's blocks, or a sibling's."""
+        live = self.live.get(message.request_id)
+        engine = self.prefills.get(message.engine)
+        if engine is None:
+            if live is not None and live.loan is not None:
+                live.loan.end()
+            return
+        if live is not None and message.report is not None:
+            live.report = message.report | {"engine": message.engine, "num_held": message.num_held}
+            self.routing.prefilled(message.request_id)
+        if message.src_ranks:
+            engine.acknowledge(message.request_id, message.src_ranks)
+        else:
+            engine.never_read(message.request_id)
+
+    def decoded_event(self, request_id: str, message: Generated | RequestFailed) -> None:
+        if (live := self.live.get(request_id)) is not None:
+            if isinstance(message, RequestFailed):
+                live.error = live.error or message.error
+            live.events.put_nowait(message)
+
+    def fail(self, why: str) -> None:
+        """A rank is lost: every request ends with an error."""
+        self.failure = self.failure or why
+        for engine in self.prefills.values():
+            engine.fail(Unavailable(why))
+        self.lenders.fail(Unavailable(why))
+        for request_id in self.live:
+            self.decoded_event(request_id, RequestFailed(request_id, why))
+
+    # --- one request
+
+    async def outputs(self, work: Request, name: str) -> AsyncGenerator[TokenOutput, None]:
+        """The request's tokens under its client's name. Inside the engines it bears an id that none
+        had before: an end of its namesake may still be on its way."""
+        live = self.live[work.request_id] = Live(self.routing.route(work))
+        if live.route.prefill is None:
+            self._admit(work, live, [], len(work.prompt))
+        else:
+            engine = self.prefills[live.route.prefill]
+            first = await self._prefilled(engine, work, live)
+            cached = engine.cached_tokens(work.request_id)
+            reason = finish_reason(first.token, 1, work.sampling, self.eos_ids)
+            if reason is None:
+                self._hand_over(engine, work, live, first)
+            yield output(name, first, reason, cached_tokens=cached)
+            if reason is not None:
+                return
+        async with aclosing(self._decoded(name, live)) as outputs:
+            async for one in outputs:
+                yield one
+
+    async def _prefilled(self, engine: PrefillEngine, work: Request, live: Live) -> Sampled:
+        """The first token. What can be borrowed of the prompt is, by either engine."""
+        engine.check(work)
+        route, borrow = live.route, self.lenders.borrow
+        if route.decode_loan is not None:
+            live.loan = await borrow(work, route.decode_loan.lender, route.decode)
+        loan = None
+        if route.prefill_loan is not None:
+            loan = await borrow(work, route.prefill_loan.lender, engine.name)
+        readable = partial(self._readable, engine, work, live)
+        try:
+            first = await engine.prefill(work, loan, *([readable] if self.streaming else []))
+        except KvflowError as error:
+            if live.error is not None and self.failure is None:
+                raise KvflowError(live.error) from error
+            raise
+        if self.failure is not None:  # between the step's end and this line
+            raise Unavailable(self.failure)
+        return first
+
+    def _readable(self, engine: PrefillEngine, work: Request, live: Live, stop: int) -> None:
+        """Rows of a prompt that is not computed yet can be read."""
+        if live.is_admitted:
+            self.hub.send(live.route.decode, Readable(work.request_id, stop))
+        else:
+            self._admit(work, live, [engine.source(work.request_id)], stop)
+
+    def _hand_over(self, engine: PrefillEngine, work: Request, live: Live, first: Sampled) -> None:
+        length = len(work.prompt)
+        if live.is_admitted:
+            self.hub.send(live.route.decode, Readable(work.request_id, length, first.token))
+        else:
+            source = engine.source(work.request_id)
+            self._admit(work, live, [source], length, first.token)
+
+    def _admit(
+        self,
+        work: Request,
+        live: Live,
+        sources: list[Source],
+        readable: int,
+        first: int | None = None,
+    ) -> None:
+        loans = [live.loan.source] if live.loan is not None else []
+        live.is_admitted = True
+        self.hub.send(
+            live.route.decode,
+            Admit(
+                work.request_id,
+                list(work.prompt),
+                first,
+                work.sampling,
+                [*loans, *sources],
+                readable,
+                work.cache_salt,
+            ),
+        )
+
+    async def _decoded(self, name: str, live: Live) -> AsyncGenerator[TokenOutput, None]:
+        reason, reported = None, False
+        while reason is None:
+            event = await live.events.get()
+            if isinstance(event, RequestFailed):
+                raise (KvflowError if self.failure is None else Unavailable)(event.error)
+            reason = event.finish_reason
+            transfer = None if reported else live.report
+            reported = reported or transfer is not None
+            yield output(name, event.sampled, reason, transfer, event.cached_tokens)
+
+    def end(self, request_id: str) -> None:
+        """The request is over for its client: engines that still do something for it are told;
+        those that have ended it ignore that."""
+        self.routing.ended(request_id)
+        live = self.live.pop(request_id, None)
+        if live is None:
+            return
+        if live.is_admitted and self.failure is None:
+            self.hub.send(live.route.decode, Abort(request_id))
+        elif live.loan is not None:
+            live.loan.end()
+        if live.route.prefill is not None:
+            self.prefills[live.route.prefill].release(request_id)

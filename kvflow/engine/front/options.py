@@ -1,0 +1,23 @@
+"""FrontOptions: how a deployment's front routes requests and hands them over."""
+
+from attrs import frozen
+
+from kvflow.router.config import RouterConfig
+
+
+@frozen
+class FrontOptions:
+    """streaming: decode engines read a prompt's rows while it is computed. loans: engines take what
+    decode engines hold of a prompt. local_prefill_tokens: see `RouterConfig`. prefill_kv_tokens and
+    decode_kv_tokens: what the requests of an engine can hold together. block_size: of chains."""
+
+    block_size: int = 64
+    streaming: bool = True
+    loans: bool = True
+    local_prefill_tokens: int = 0
+    prefill_kv_tokens: int = 1 << 40
+    decode_kv_tokens: int = 1 << 40
+
+    @property
+    def router(self) -> RouterConfig:
+        return RouterConfig(self.block_size, self.local_prefill_tokens, loans=self.loans)

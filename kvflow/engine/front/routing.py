@@ -1,0 +1,67 @@
+"""Routing: the router of a deployment, told what its engines hold and do."""
+
+from collections.abc import Iterable, Mapping
+
+from attrs import define
+
+from kvflow.engine.api import Request
+from kvflow.engine.front.options import FrontOptions
+from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.prefix.hashes import PrefixHasher
+from kvflow.router.config import EngineInfo, Load
+from kvflow.router.events import KVEvents
+from kvflow.router.policy import Route, Router
+
+
+@define(eq=False)
+class Routing:
+    """`hasher` names the blocks of prompts as every engine does; None if no prefixes are kept."""
+
+    router: Router
+    hasher: PrefixHasher | None
+
+    @classmethod
+    def of(
+        cls, options: FrontOptions, prefills: Mapping[str, PrefillEngine], decodes: Iterable[str]
+    ) -> "Routing":
+        """Over the engines of one deployment, none of which holds anything."""
+        router = Router(options.router)
+        for name in prefills:
+            router.register(_info(name, "prefill", options, options.prefill_kv_tokens))
+        for name in decodes:
+            router.register(_info(name, "decode", options, options.decode_kv_tokens))
+        kv = next(iter(prefills.values())).kv
+        return cls(router, kv.hasher if kv.config.enabled else None)
+
+    def route(self, work: Request) -> Route:
+        """Where a request goes."""
+        hashes: tuple[bytes, ...] = ()
+        if self.hasher is not None:
+            hashes = self.hasher.chain(work.prompt, work.cache_salt).hashes
+        return self.router.route(work.request_id, hashes, len(work.prompt))
+
+    def prefilled(self, request_id: str) -> None:
+        self.router.prefilled(request_id)
+
+    def ended(self, request_id: str) -> None:
+        self.router.ended(request_id)
+
+    def on_events(self, engine: str, events: KVEvents) -> None:
+        self.router.on_events(engine, events)
+
+    def prefill_changed(self, engine: PrefillEngine) -> None:
+        """A step of a prefill engine has ended."""
+        for events in engine.kv.changes():
+            self.on_events(engine.name, events)
+        self.router.on_load(engine.name, engine.load())
+
+    def decode_changed(self, engine: str, gauges: Mapping[str, float]) -> None:
+        """A decode engine has reported."""
+        if "kv_tokens" in gauges:
+            waiting = int(gauges["waiting"] + gauges["preempted"])
+            load = Load(int(gauges["kv_tokens"]), int(gauges["running"]), waiting)
+            self.router.on_load(engine, load)
+
+
+def _info(name: str, role: str, options: FrontOptions, kv_tokens: int) -> EngineInfo:
+    return EngineInfo(name, role, options.block_size, kv_tokens)  # type: ignore[arg-type]

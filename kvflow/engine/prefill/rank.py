@@ -1,0 +1,86 @@
+"""What a prefill rank does all its life: take messages, work, answer; and say why it cannot."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from kvflow.engine.mailbox import Mailbox
+from kvflow.engine.messages import (
+    AttachTier,
+    Connect,
+    Gauges,
+    PullRows,
+    RankFailed,
+    Ready,
+    RowsPulled,
+    RunStep,
+    Shutdown,
+    StepDone,
+)
+from kvflow.engine.prefix.rows import RowCopier
+from kvflow.engine.pulls import Puller
+from kvflow.engine.runner import StepRunner
+from kvflow.engine.tiers.rows import UnitPort
+from kvflow.errors import KvflowError
+from kvflow.layouts.wire import layout_to_wire
+
+_POLL_S = 0.001
+
+
+def serve_prefill(runner: StepRunner, puller: Puller, mailbox: Mailbox) -> None:
+    """A prefill rank: runs the steps it is given, and pulls rows meanwhile, until `Shutdown`."""
+    memory, num_blocks, endpoint = runner.memory, puller.num_blocks, puller.endpoint
+    rows = RowCopier(memory.layout, memory.cache, num_blocks)
+    layout = layout_to_wire(memory.layout)
+    port: UnitPort | None = None
+    exports = {runner.comm.rank: endpoint.export()}
+    mailbox.send(Ready(layout, dict(num_blocks), endpoint.name, exports))
+    with contextlib.closing(puller):
+        while True:
+            for message in mailbox.receive(_POLL_S if puller.busy else None):
+                match message:
+                    case Shutdown():
+                        return
+                    case Connect():
+                        puller.connect(message)
+                    case PullRows():
+                        puller.begin(message)
+                    case AttachTier():
+                        port = UnitPort.attach(memory.layout, memory.cache, num_blocks, message)
+                    case RunStep():
+                        mailbox.send(_run_step(runner, rows, port, message))
+                        mailbox.send(Gauges(dict(memory.gauges), dict(memory.totals)))
+                    case _:
+                        raise KvflowError(
+                            f"a prefill rank runs steps, it got a {type(message).__name__}"
+                        )
+            if endpoint.quiesced():  # else something of a failed pull may still arrive
+                for ended in puller.ended():
+                    mailbox.send(RowsPulled(ended[0], runner.comm.rank, *ended[1:]))
+
+
+def _run_step(
+    runner: StepRunner, rows: RowCopier, port: UnitPort | None, step: RunStep
+) -> StepDone:
+    """Rows that the step takes over are there before it computes, and what it stores is written
+    before it answers."""
+    began = time.perf_counter()
+    rows.copy(step.items)
+    refused = port.load(step.items) if port is not None else []
+    computing = time.perf_counter()
+    sampled = {name: run[0] for name, run in runner.run(step.items).items()}
+    computed = time.perf_counter()
+    if port is not None:
+        port.store(step.items)
+    seconds = computed - computing
+    moving = time.perf_counter() - began - seconds
+    return StepDone(step.step_id, runner.comm.rank, sampled, seconds, refused, moving)
+
+
+def guarded(mailbox: Mailbox, serve: Callable[[], None]) -> None:
+    """Runs `serve`; tells the front before an error ends the rank."""
+    try:
+        serve()
+    except Exception as error:
+        mailbox.send(RankFailed(f"{type(error).__name__}: {error}"))
+        raise

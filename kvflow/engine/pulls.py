@@ -1,0 +1,112 @@
+"""Puller: what a rank brings into its cache from other engines' ranks, on a thread of its own."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import attrs
+from attrs import define, field, frozen
+
+from kvflow.engine.messages import Connect, PullRows, Source
+from kvflow.errors import PlanError
+from kvflow.layouts.layout import Binding, KVLayout
+from kvflow.layouts.wire import layout_from_wire
+from kvflow.transfers.executors.base import Endpoint, TransferReport
+from kvflow.transfers.lower import BoundPlan
+from kvflow.transfers.plan import Plan
+from kvflow.transfers.planner import plan_transfer
+
+
+@frozen(eq=False)
+class PeerEngine:
+    """An engine that rows come from: its layout, its pools, its endpoints by rank."""
+
+    layout: KVLayout
+    num_blocks: Mapping[str, int]
+    endpoints: Mapping[int, str]
+
+
+@define(eq=False)
+class Puller:
+    """Serves one rank of an engine with this layout and `num_blocks` blocks of each group."""
+
+    layout: KVLayout
+    rank: int
+    num_blocks: Mapping[str, int]
+    endpoint: Endpoint
+    timeout: float = 60.0
+    verify: bool = False
+    engines: dict[str, PeerEngine] = field(init=False, factory=dict)
+    _pulls: "dict[str, Future[TransferReport]]" = field(init=False, factory=dict)
+    _thread: ThreadPoolExecutor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-pull")
+
+    def connect(self, message: Connect) -> None:
+        """Makes an engine's ranks reachable. Raises `TransferError` for exports that are none."""
+        endpoints = {rank: self.endpoint.connect(blob) for rank, blob in message.exports.items()}
+        layout = layout_from_wire(message.layout)
+        self.engines[message.engine] = PeerEngine(layout, message.num_blocks, endpoints)
+
+    def derive(self, request_id: str, source: Source) -> Plan:
+        """The transfer plan of all that a source has, derived on this side too and compared with
+        the front's. Raises `PlanError` if they differ or the engine is not connected."""
+        peer = self._peer(request_id, source)
+        plan = plan_transfer(peer.layout, self.layout, (source.start, source.stop))
+        if plan.digest != source.digest:
+            raise PlanError(
+                f"request {request_id!r}: this side derives plan {plan.digest[:16]}, "
+                f"the sender {source.digest[:16]}"
+            )
+        return plan
+
+    def _peer(self, request_id: str, source: Source) -> PeerEngine:
+        if source.engine not in self.engines:
+            raise PlanError(
+                f"request {request_id!r} comes from engine {source.engine!r}, which is not "
+                f"connected; connected are {sorted(self.engines)}"
+            )
+        return self.engines[source.engine]
+
+    def begin(self, pull: PullRows) -> None:
+        """Starts a transfer; it ends in `ended`, whatever happens. A request has one at a time."""
+        self._pulls[pull.request_id] = self._thread.submit(self._pull, pull)
+
+    def _pull(self, pull: PullRows) -> TransferReport:
+        """On the transfer thread."""
+        source = pull.source
+        peer = self._peer(pull.request_id, source)
+        plan = plan_transfer(peer.layout, self.layout, (pull.start, pull.stop))
+        bound = BoundPlan(
+            plan,
+            Binding.of(peer.layout, source.tables, peer.num_blocks, pull.stop),
+            Binding.of(self.layout, pull.tables, self.num_blocks, 0),
+        )
+        return self.endpoint.pull(
+            bound, self.rank, peer.endpoints, timeout=self.timeout, verify=self.verify
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer has begun and was not told as ended."""
+        return bool(self._pulls)
+
+    def ended(self) -> list[tuple[str, dict[str, Any] | None, str | None]]:
+        """(request, report, error) of every transfer that has ended since the last call."""
+        done = [(name, pull) for name, pull in self._pulls.items() if pull.done()]
+        for name, _ in done:
+            del self._pulls[name]
+        return [(name, *_outcome(pull)) for name, pull in done]
+
+    def close(self) -> None:
+        """Drops transfers that have not begun, and waits for the one under way: what it writes
+        into is freed afterwards. An endpoint whose transport can recall it makes that short."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _outcome(pull: "Future[TransferReport]") -> tuple[dict[str, Any] | None, str | None]:
+    error = pull.exception()
+    if error is not None:
+        return None, str(error)
+    return attrs.asdict(pull.result()), None
