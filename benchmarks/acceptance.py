@@ -1,11 +1,11 @@
 """Tokens per target step of speculative decoding, with the checkpoint of this repository.
 
-    python benchmarks/acceptance.py [--json FILE]
+    python benchmarks/acceptance.py [--texts N] [--json FILE]
 
 Prompts are 256 tokens of held-out files. A greedy text of the little model often falls into a loop,
 in which every draft comes true, so only prompts count whose text has no phrase of up to 32 tokens
-three times in a row; the first 20 of them are taken, file after file, window after window. Their
-texts, found without drafts, are then decoded again with drafts, all together, and must be equal.
+three times in a row; the first N (20) are taken, file after file, window after window. Their texts,
+found without drafts, are then decoded again with drafts, all together, and must be equal.
 """
 
 import argparse
@@ -117,17 +117,17 @@ def decode(
     return texts, runner.counters
 
 
-def find_prompts(model: Glm, tokenizer: Tokenizer) -> tuple[list[Text], int]:
-    """The first texts that do not loop, and how many prompts were tried."""
+def find_prompts(model: Glm, tokenizer: Tokenizer, num: int) -> tuple[list[Text], int]:
+    """The first `num` texts that do not loop, and how many prompts were tried."""
     found: list[Text] = []
     tried, some = 0, windows(tokenizer)
-    while len(found) < NUM_PROMPTS:
+    while len(found) < num:
         batch = [prompt for _, prompt in zip(range(BATCH), some, strict=False)]
         if not batch:
             raise SystemExit(f"only {len(found)} of {tried} prompts give a text without a loop")
         texts, _ = decode(model, batch, 0, drop_loops=True)
         good = [t for t in texts if len(t.tokens) == NUM_TOKENS and not loops(t.tokens)]
-        last = good[: NUM_PROMPTS - len(found)]
+        last = good[: num - len(found)]
         tried += len(batch)
         found += last
         print(f"{len(found)} of {tried} prompts tried give a text without a loop", flush=True)
@@ -136,11 +136,15 @@ def find_prompts(model: Glm, tokenizer: Tokenizer) -> tuple[list[Text], int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--texts", type=int, default=NUM_PROMPTS, help="that do not loop")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
+    if args.texts < 1:
+        parser.error(f"--texts is {args.texts}, must be at least 1")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     model = Glm.load(MODEL, kv_dtype="float32")
-    expected, tried = find_prompts(model, Tokenizer.from_file(str(MODEL / "tokenizer.json")))
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    expected, tried = find_prompts(model, tokenizer, args.texts)
     prompts = [text.prompt for text in expected]
     began = time.perf_counter()
     texts, drafted = decode(model, prompts, NUM_DRAFTS)
@@ -161,7 +165,7 @@ def main() -> int:
     print(json.dumps(figures, indent=2))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
-    reached = drafted.emitted >= 2000 and drafted.acceptance_length > 1.5
+    reached = drafted.emitted >= 100 * args.texts and drafted.acceptance_length > 1.5
     return 0 if same and reached else 1
 
 
