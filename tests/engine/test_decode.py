@@ -10,6 +10,7 @@ import time
 import pytest
 from attrs import define, evolve, field
 from engine_world import greedy, one_rank_tokens, reference_model, request
+from msgspec.structs import replace
 from rank_group import SENTINEL, TOKENS, Group, blocks_for, item
 
 from kvflow.comm.local import LocalComm
@@ -104,7 +105,7 @@ class World:
     def connect(self, layout=None):
         exports = {r: e.export() for r, e in enumerate(self.sources)}
         wire = layout_to_wire(layout or self.group.layout)
-        self.tell(Connect(wire, self.group.num_blocks, exports))
+        self.tell(Connect("prefill-0", wire, self.group.num_blocks, exports))
 
     def tell(self, *messages):
         self.box.inbox += messages
@@ -118,8 +119,8 @@ class World:
         first = self.group.run([[one]])[1][name]
         self.requests[name] = request(name, tokens[:length], greedy(max_tokens))
         plan = plan_transfer(self.group.layout, self.engine.worker.layout, (0, length))
-        source = Source({"kv": table}, length, plan.digest)
-        return Admit(name, tokens[:length], first, greedy(max_tokens), source)
+        source = Source("prefill-0", {"kv": table}, 0, length, plan.digest)
+        return Admit(name, tokens[:length], first, greedy(max_tokens), [source], length)
 
     def turn(self, until, seconds=20.0):
         end = time.monotonic() + seconds
@@ -307,7 +308,7 @@ def test_d08_events_after_the_end_change_nothing(make, order):
 
 
 def _tampered(admit, kind):
-    source = admit.source
+    (source,) = admit.sources
     table = source.tables["kv"]
     changed = {
         "digest": {"digest": "0" * len(source.digest)},
@@ -317,12 +318,9 @@ def _tampered(admit, kind):
         "table too short": {"tables": {"kv": table[:-1]}},
         "table empty": {"tables": {"kv": []}},
         "group unknown": {"tables": {"other": table}},
-        "length too short": {"length": source.length - 1},
+        "stop too short": {"stop": source.stop - 1},
     }[kind]
-    values = {"tables": source.tables, "length": source.length, "digest": source.digest} | changed
-    return Admit(
-        admit.request_id, admit.prompt, admit.first_token, admit.sampling, Source(**values)
-    )
+    return replace(admit, sources=[replace(source, **changed)])
 
 
 @pytest.mark.parametrize(
@@ -335,7 +333,7 @@ def _tampered(admit, kind):
         "table too short",
         "table empty",
         "group unknown",
-        "length too short",
+        "stop too short",
     ],
 )
 def test_d06_a_reference_that_cannot_be_true_fails_the_request_and_nothing_else(make, kind):

@@ -13,12 +13,20 @@ from kvflow.engine.mailbox import ThreadHub, ZmqHub, ZmqMailbox
 from kvflow.engine.messages import (
     Abort,
     Admit,
+    AttachTier,
     Connect,
+    EndLoan,
     Gauges,
     Generated,
+    KVChanged,
+    Lend,
+    Lent,
+    PullRows,
     RankFailed,
+    Readable,
     Ready,
     RequestFailed,
+    RowsPulled,
     RunStep,
     Shutdown,
     Source,
@@ -32,6 +40,7 @@ from kvflow.engine.messages import (
 from kvflow.engine.sampling import Sampled
 from kvflow.errors import KvflowError, LayoutError
 from kvflow.layouts.wire import layout_from_wire, layout_to_wire
+from kvflow.router.events import KVEvents, Stored
 from kvflow.testing import layouts, rearranged, specs, token_ranges
 
 names = st.text(max_size=8)
@@ -65,37 +74,67 @@ items = st.builds(
     tables,
     st.none() | sampling,
 )
-sources = st.builds(Source, tables, st.integers(0, 2**40), names)
+places = st.integers(0, 2**40)
+sources = st.builds(Source, names, tables, places, places, names)
 values = st.dictionaries(names, st.integers(0, 2**40) | names | st.lists(names), max_size=3)
+exports = st.dictionaries(st.integers(0, 99), st.binary(max_size=9), max_size=2)
+salts = st.none() | names
 to_rank = st.one_of(
-    st.builds(RunStep, st.integers(0, 2**40), st.lists(items, max_size=3)),
-    st.builds(Connect, values, counts, st.dictionaries(st.integers(0, 99), st.binary(max_size=9))),
+    st.builds(RunStep, places, st.lists(items, max_size=3)),
+    st.builds(AttachTier, names, places, places),
+    st.builds(Connect, names, values, counts, exports),
+    st.builds(PullRows, names, sources, places, places, tables),
     st.builds(
         Admit,
         names,
-        st.lists(st.integers(0, 2**31), max_size=4),
-        st.integers(0, 2**31),
+        ids,
+        st.none() | st.integers(0, 2**31),
         sampling,
-        sources,
+        st.lists(sources, max_size=2),
+        places,
+        salts,
     ),
+    st.builds(Readable, names, places, st.none() | st.integers(0, 2**31)),
+    st.builds(Lend, names, ids, salts),
+    st.builds(EndLoan, names),
     st.builds(Abort, names),
     st.just(Shutdown()),
 )
+hashes = st.lists(st.binary(max_size=9), max_size=2)
+events = st.builds(
+    KVEvents,
+    names,
+    st.lists(st.builds(Stored, hashes, st.none() | st.binary(max_size=9), places), max_size=2),
+    hashes,
+    st.booleans(),
+    st.none() | places,
+)
 from_rank = st.one_of(
-    st.builds(Ready, values, counts, names, st.binary(max_size=9)),
+    st.builds(Ready, values, counts, names, exports),
     st.builds(
         StepDone,
         st.integers(0, 99),
         st.integers(0, 9),
         st.dictionaries(names, sampled),
         st.floats(0, 9),
+        st.lists(names, max_size=2),
+        st.floats(0, 9),
     ),
-    st.builds(Generated, names, sampled, st.none() | st.sampled_from(["stop", "length"])),
+    st.builds(RowsPulled, names, st.integers(0, 9), st.none() | values, st.none() | names),
+    st.builds(Generated, names, sampled, st.none() | st.sampled_from(["stop", "length"]), places),
     st.builds(
-        TransferEnded, names, st.lists(st.integers(0, 9)), st.none() | values, st.none() | names
+        TransferEnded,
+        names,
+        names,
+        st.lists(st.integers(0, 9)),
+        st.none() | values,
+        st.none() | names,
+        places,
     ),
     st.builds(RequestFailed, names, names, st.booleans()),
-    st.builds(Gauges, numbers),
+    st.builds(Lent, names, tables, places),
+    st.builds(KVChanged, events),
+    st.builds(Gauges, numbers, numbers),
     st.builds(RankFailed, names),
 )
 
@@ -138,7 +177,8 @@ def test_a_message_for_the_other_side_or_with_wrong_types_is_refused():
 
 
 def test_unlawful_sampling_does_not_arrive():
-    message = Admit("a", [7, 8, 9], 1, SamplingParams(4), Source({}, 3, "d"))
+    source = Source("prefill-0", {}, 0, 3, "d")
+    message = Admit("a", [7, 8, 9], 1, SamplingParams(4), [source], 3)
     plain = msgspec.msgpack.decode(encode(message))
     plain["sampling"]["temperature"] = -1.0
     with pytest.raises((msgspec.ValidationError, InvalidRequest), match=r"temperature is -1\.0"):

@@ -93,14 +93,14 @@ def scenario(body):
 @scenario
 async def test_a_step_that_cannot_be_sent_ends_its_requests_and_no_others():
     play = Play(max_num_batched_tokens=8)
-    send = play.engine.send_step
+    send = play.engine.steps.send
 
     def refuse_bad(step):
         if any(item.request_id == "bad" for item in step.items):
             raise UnicodeEncodeError("utf-8", "bad", 0, 1, "no such letter")
         send(step)
 
-    play.engine.send_step = refuse_bad
+    play.engine.steps.send = refuse_bad
     first, bad = play.submit("first", 8), play.submit("bad", 8)
     await asyncio.sleep(0)
     play.answer()
@@ -173,7 +173,7 @@ def test_b07_the_export_has_the_blocks_of_the_prompt_and_no_more(length, num_blo
         await play.prefilled("a", length)
         source = play.engine.source("a")
         assert len(source.tables["kv"]) == num_blocks
-        assert source.length == length
+        assert (source.engine, source.start, source.stop) == ("prefill-0", 0, length)
 
     run()
 
@@ -282,25 +282,36 @@ def test_d15_a_request_waits_for_blocks_that_are_still_read():
     run()
 
 
-def test_d16_nothing_unfinished_or_ended_can_be_read():
+def test_d16_nothing_that_waits_or_has_ended_can_be_read():
     @scenario
     async def run():
-        play = Play(max_num_batched_tokens=8)
-        task = play.submit("a", 12)
+        play = Play(num_blocks=3, max_num_batched_tokens=8)
+        task = play.submit("a", 20)
         await asyncio.sleep(0)
-        play.answer()  # one chunk left
-        for name in ("a", "nobody"):
-            with pytest.raises(KvflowError, match=f"'{name}' has no prefilled KV"):
+        waiting = play.submit("b", 20)
+        await asyncio.sleep(0)
+        for name in ("b", "nobody"):  # it has no blocks yet
+            with pytest.raises(KvflowError, match=f"'{name}' has no KV to read"):
                 play.engine.source(name)
-        play.engine.release("a")  # in its last chunk
-        with pytest.raises(KvflowError, match="no prefilled KV"):
+        play.answer()
+        play.engine.release("a")  # in its second chunk
+        with pytest.raises(KvflowError, match="'a' has no KV to read"):
             play.engine.source("a")
         play.answer()
         with pytest.raises(asyncio.CancelledError):
             await task
-        play.assert_idle()
-        with pytest.raises(KvflowError, match="no prefilled KV"):
+        with pytest.raises(KvflowError, match="'a' has no KV to read"):
             play.engine.source("a")
+        play.engine.source("b")  # it runs now
+        with pytest.raises(KvflowError, match="or somebody reads it"):
+            play.engine.source("b")
+        play.engine.release("b")
+        play.answer()
+        await asyncio.sleep(0)
+        assert play.pool.count("used")  # its reader has not acknowledged
+        play.engine.acknowledge("b", [0, 1])
+        play.assert_idle()
+        assert waiting.cancelled()
 
     run()
 

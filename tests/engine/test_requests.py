@@ -53,10 +53,12 @@ unchecked = st.fixed_dictionaries(
 def assert_travels(request):
     """The rank gets an equal request, of Python's own types."""
     prompt, sampling = list(request.prompt), request.sampling
-    sent = Admit(request.request_id, prompt, 1, sampling, Source({}, len(prompt), "d"))
+    source = Source("prefill-0", {}, 0, len(prompt), "d")
+    salt = request.cache_salt
+    sent = Admit(request.request_id, prompt, 1, sampling, [source], len(prompt), salt)
     got = decode_to_rank(encode(sent))
     assert got == sent
-    assert (request.cache_salt or "").encode().decode() == (request.cache_salt or "")
+    assert got.salt == salt
     assert {type(token) for token in (*got.prompt, *request.prompt)} == {int}
     for f in fields(SamplingParams):
         assert type(getattr(got.sampling, f.name)) is type(getattr(sampling, f.name))

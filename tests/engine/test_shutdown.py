@@ -84,8 +84,12 @@ def test_a_follower_closes_its_worker_when_its_leader_is_gone():
         def all_gather(self, rows, counts):
             raise ConnectionError("rank 0 will not come")
 
+    class Endpoint:
+        def export(self):
+            return b"mine"
+
     class Worker:
-        closed = False
+        endpoint, closed = Endpoint(), False
 
         def close(self):
             self.closed = True

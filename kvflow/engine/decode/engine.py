@@ -87,9 +87,9 @@ class DecodeEngine:
     def serve(self) -> None:
         """Says it is ready, then works until `Shutdown`."""
         layout, worker = layout_to_wire(self.worker.layout), self.worker
-        exports = gather_exports(worker, self.comm)
-        self.mailbox.send(Ready(layout, dict(worker.num_blocks), worker.endpoint.name, exports))
         try:
+            exports = gather_exports(worker, self.comm)
+            self.mailbox.send(Ready(layout, dict(worker.num_blocks), worker.endpoint.name, exports))
             while not self._stopping:
                 self.turn()
             if self.comm.size > 1:

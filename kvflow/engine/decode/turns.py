@@ -76,8 +76,8 @@ def gather_exports(worker: DecodeWorker, comm: Comm) -> dict[int, bytes]:
 def follow(worker: DecodeWorker, comm: Comm) -> None:
     """On every other rank: the leader's turns, until the last or an error."""
     stop = False
-    gather_exports(worker, comm)
     try:
+        gather_exports(worker, comm)
         while not stop:
             turn = _TURN.decode(broadcast_blob(comm, None))
             _answers(comm, perform(worker, turn))
