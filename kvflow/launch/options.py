@@ -18,6 +18,7 @@ from kvflow.launch.words import flags_of, words_of
 from kvflow.layouts.values import MOST, integer
 
 _GIB = 1 << 30
+_MODES = ("demo", "session", "print_config", "listen", "key_file")
 
 
 @frozen
@@ -40,13 +41,23 @@ the table "server"."""
 @frozen
 class ServeOptions:
     """What to launch and where to listen. `demo`: send prompts to itself and end; `session`: the
-    same with the requests of a file. `print_config`: write `as_toml` and end."""
+    same with the requests of a file. `print_config`: write `as_toml` and end. `listen`: start no
+    ranks, but admit those that join at this address and hold the key of `key_file`."""
 
     launch: LaunchConfig
     server: ServerOptions
     demo: bool = False
     session: Path | None = None
     print_config: bool = False
+    listen: str | None = None
+    key_file: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if (self.listen is None) != (self.key_file is None):
+            raise LayoutError(
+                f"listen = {self.listen!r} and key_file = {str(self.key_file)!r}: one needs the "
+                f"other"
+            )
 
     def as_toml(self) -> str:
         """The file that says all of it, without a preset or another flag."""
@@ -57,9 +68,9 @@ def parse_options(argv: Sequence[str], *, default_model: Path) -> ServeOptions:
     """Parses the command line and the file that it names; argparse ends the program for flags it
     does not know. Raises `LayoutError` for values that make no lawful deployment, and `OSError`
     for a file that cannot be read."""
-    args = vars(_parser(default_model).parse_args(argv))
+    args = vars(command_line(default_model).parse_args(argv))
     args.pop("enable_expert_parallel")
-    modes = {name: args.pop(name) for name in ("demo", "session", "print_config")}
+    modes = {name: args.pop(name) for name in _MODES}
     preset, path = args.pop("preset"), args.pop("config")
     tree = merged(
         {"model": default_model},
@@ -77,7 +88,8 @@ def _from_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     return nested({tuple(name.split(".")): value for name, value in (several | dict(args)).items()})
 
 
-def _parser(default_model: Path) -> argparse.ArgumentParser:
+def command_line(default_model: Path) -> argparse.ArgumentParser:
+    """The flags, none of which leaves a trace unless it is given."""
     parser = argparse.ArgumentParser(
         description="Serve a glm_moe_dsa model from prefill engines and decode ranks.",
         epilog="docs/configuration.md says more of every option.",
@@ -99,6 +111,12 @@ def _parser(default_model: Path) -> argparse.ArgumentParser:
     parser.add_argument(
         "--print-config", action="store_true", help="write the resolved options as TOML and end"
     )
+    parser.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        help="tcp://<IPv4 of this host>:<port>: start no ranks, admit those that join",
+    )
+    parser.add_argument("--key-file", type=Path, help="what ranks that join must hold, too")
     return parser
 
 
