@@ -6,176 +6,20 @@ Nothing here knows more of an engine than `EngineClient` and its metrics.
 """
 
 import asyncio
-import importlib
-import inspect
-import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
-from attrs import evolve, field, frozen
-from one_rank import OneRank  # lies beside this file
+from attrs import frozen
+from one_rank import OneRank  # these lie beside this file
+from session_turns import Session, Turn
 
 from kvflow.engine.api import EngineClient, Request, SamplingParams
 from kvflow.errors import KvflowError
 from kvflow.launch.config import LaunchConfig
 from kvflow.models.config import GlmConfig
 
-MIN_ANSWER = 4
-"""Tokens of the shortest answers, so that something is left for decode."""
-
 _IDLE_S = 60.0
-
-
-class Encoder(Protocol):
-    """What makes tokens of text."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]: ...
-
-
-class Resettable(EngineClient, Protocol):
-    """An engine whose prefix caches can be emptied."""
-
-    def reset_prefix_cache(self) -> Mapping[str, int]: ...
-
-
-def load_session(path: Path, launch: LaunchConfig, encoder: Encoder) -> "Session":
-    """The session of a file, scaled to the deployment's longest request, with its texts. Raises
-    `KvflowError` for a file that holds none, and `OSError` for none at all."""
-    try:
-        session = Session.load(path).scaled(launch.max_model_len)
-    except (ValueError, KeyError, TypeError) as error:
-        raise KvflowError(f"{path} holds no session: {type(error).__name__} {error}") from error
-    return session.with_texts(encoder)
-
-
-async def run_session(
-    engine: Resettable, launch: LaunchConfig, session: "Session"
-) -> "tuple[dict[str, Played], bool]":
-    """Plays a session and prints what became of it. Returns the turns, and whether every transfer
-    was verified and no pool lost or kept a block."""
-    began = time.perf_counter()
-    played = await play(engine, session)
-    print_turns(played, time.perf_counter() - began)
-    print_tiers(played, by_tier(engine))
-    verified = print_transfers(played)
-    num_pools = len(await audit(engine, launch))
-    engine.reset_prefix_cache()
-    pools = await audit(engine, launch)
-    kept = {pool: n for pool, states in pools.items() if (n := states.get("cached", 0))}
-    after = f"still cached: {kept}" if kept else "all blocks free"
-    print(f"audit: {num_pools} pools, all blocks free or cached; after a reset of the prefix cache "
-          f"{after}", flush=True)  # fmt: skip
-    return played, verified and not kept
-
-
-async def check_session(
-    launch: LaunchConfig, session: "Session", played: "Mapping[str, Played]"
-) -> bool:
-    """Whether one rank alone, playing the same session, asks and answers the same tokens."""
-    reference = await play(OneRank(launch), session)
-    wrong = turns_that_differ(played, reference)
-    num_tokens = sum(len(one.tokens) for one in played.values())
-    verdict = f"other tokens in {wrong}" if wrong else "the same tokens"
-    print(f"reference: one rank alone computes {verdict}; {num_tokens} in {len(played)} turns")
-    return not wrong
-
-
-def turns_that_differ(
-    played: "Mapping[str, Played]", reference: "Mapping[str, Played]"
-) -> list[str]:
-    """Turns whose prompt or answer is another."""
-    return [name for name in played if played[name].said != reference[name].said]
-
-
-@frozen
-class Turn:
-    """A prompt of `prompt_size` tokens, of which the first `shared` are those of the prompt and
-    the answer of the turn `extends`, and an answer of `max_tokens`. It begins when the turns
-    `after` have ended."""
-
-    name: str
-    extends: str | None
-    shared: int
-    after: tuple[str, ...]
-    prompt_size: int
-    max_tokens: int
-
-    @property
-    def agent(self) -> str:
-        return self.name.partition("/")[0]
-
-    @property
-    def end(self) -> int:
-        """Its positions, prompt and answer."""
-        return self.prompt_size + self.max_tokens
-
-
-@frozen
-class Session:
-    """Turns, each after those that it names, and the text of each agent: the name of a module of
-    Python's standard library, whose source it is. `added`: the tokens that each turn adds to what
-    it shares, by the turn's name."""
-
-    text: Mapping[str, str]
-    turns: tuple[Turn, ...]
-    added: Mapping[str, tuple[int, ...]] = field(factory=dict)
-
-    @staticmethod
-    def load(path: Path) -> "Session":
-        """From a file that `examples/sessions/cut.py` wrote."""
-        told = json.loads(path.read_text())
-        turns = [
-            Turn(t["name"], t["extends"], t["shared"], tuple(t["after"]), t["in"], t["out"])
-            for t in told["turns"]
-        ]
-        return Session(told["text"], tuple(turns))
-
-    @property
-    def longest(self) -> int:
-        """Positions of the longest turn, prompt and answer."""
-        return max(turn.end for turn in self.turns)
-
-    def scaled(self, max_model_len: int) -> "Session":
-        """The same session with its longest turn at `max_model_len` tokens or little less: lengths
-        in proportion, rounded down, but at least one new token a turn and `MIN_ANSWER`. Raises
-        `KvflowError` where that leaves no room."""
-        for size in range(max_model_len, max_model_len // 2, -1):
-            scaled = self._scaled(size, self.longest)
-            if scaled.longest <= max_model_len:
-                return scaled
-        raise KvflowError(f"max_model_len = {max_model_len} is too short for the session")
-
-    def _scaled(self, numerator: int, denominator: int) -> "Session":
-        told = {turn.name: turn for turn in self.turns}
-        done: dict[str, Turn] = {}
-        for turn in self.turns:
-            shared = turn.shared * numerator // denominator
-            if turn.extends is not None:
-                end = done[turn.extends].end
-                shared = end if turn.shared == told[turn.extends].end else min(shared, end)
-            size = max(turn.prompt_size * numerator // denominator, shared + 1)
-            num = max(turn.max_tokens * numerator // denominator, MIN_ANSWER)
-            done[turn.name] = evolve(turn, shared=shared, prompt_size=size, max_tokens=num)
-        return evolve(self, turns=tuple(done.values()))
-
-    def with_texts(self, encoder: Encoder) -> "Session":
-        """The same session with tokens: its agents' texts, cut where a turn ends. Raises
-        `KvflowError` for a text that is too short."""
-        left = {
-            agent: encoder.encode(source_of(module), add_special_tokens=False)
-            for agent, module in self.text.items()
-        }
-        begin = encoder.encode("", add_special_tokens=True)
-        added = {}
-        for turn in self.turns:
-            text = left[turn.agent] if turn.extends is not None else begin + left[turn.agent]
-            size = turn.prompt_size - turn.shared
-            if len(text) < size:
-                raise KvflowError(f"turn {turn.name} adds {size} tokens, its text has {len(text)}")
-            added[turn.name], left[turn.agent] = text[:size], text[size:]
-        return evolve(self, added=added)
 
 
 @frozen
@@ -196,9 +40,46 @@ class Played:
         return self.prompt, self.tokens
 
 
-def source_of(module: str) -> str:
-    """The source of a module of the standard library."""
-    return inspect.getsource(importlib.import_module(module))
+class Resettable(EngineClient, Protocol):
+    """An engine whose prefix caches can be emptied."""
+
+    def reset_prefix_cache(self) -> Mapping[str, int]: ...
+
+
+async def run_session(
+    engine: Resettable, launch: LaunchConfig, session: Session
+) -> tuple[dict[str, Played], bool]:
+    """Plays a session and prints what became of it. Returns the turns, and whether every transfer
+    was verified and no pool lost or kept a block."""
+    began = time.perf_counter()
+    played = await play(engine, session)
+    print_turns(played, time.perf_counter() - began)
+    print_tiers(engine, played)
+    verified = print_transfers(played)
+    num_pools = len(await audit(engine, launch))
+    engine.reset_prefix_cache()
+    after = await audit(engine, launch)
+    kept = {p: n for p, pool in after.items() if is_prefill(p) and (n := pool.get("cached", 0))}
+    print(f"audit: {num_pools} pools, all blocks free or cached; after a reset of the prefix cache "
+          f"prefill engines keep {kept or 'none'}", flush=True)  # fmt: skip
+    return played, verified and not kept
+
+
+async def check_session(
+    launch: LaunchConfig, session: Session, played: Mapping[str, Played]
+) -> bool:
+    """Whether one rank alone, playing the same session, asks and answers the same tokens."""
+    reference = await play(OneRank(launch), session)
+    wrong = turns_that_differ(played, reference)
+    num_tokens = sum(len(one.tokens) for one in played.values())
+    verdict = f"other tokens in {wrong}" if wrong else "the same tokens"
+    print(f"reference: one rank alone computes {verdict}; {num_tokens} in {len(played)} turns")
+    return not wrong
+
+
+def turns_that_differ(played: Mapping[str, Played], reference: Mapping[str, Played]) -> list[str]:
+    """Turns whose prompt or answer is another."""
+    return [name for name in played if played[name].said != reference[name].said]
 
 
 async def play(engine: EngineClient, session: Session) -> dict[str, Played]:
@@ -259,8 +140,27 @@ def by_tier(engine: EngineClient) -> dict[str, int]:
     return tiers
 
 
-Pools = dict[tuple[str, str], dict[str, int]]
-"""Blocks by state, for each pool: (prefill engine or decode group, group of components)."""
+def held_by_decode(engine: EngineClient) -> int:
+    """Prompt tokens whose rows no decode group had to be sent, since it had them."""
+    return sum(
+        int(sample.value)
+        for metric in engine.metrics()
+        if metric.name == "kvflow_rank_total"
+        for sample in metric.samples
+        if sample.labels["name"] == "reused_tokens"
+    )
+
+
+Pool = tuple[str, str]
+"""Of a prefill engine or a decode group, and a group of components."""
+
+Pools = dict[Pool, dict[str, int]]
+"""Blocks by state."""
+
+
+def is_prefill(pool: Pool) -> bool:
+    """Whether it is a prefill engine's."""
+    return pool[0].startswith("prefill")
 
 
 def pools_of(engine: EngineClient) -> Pools:
@@ -268,10 +168,10 @@ def pools_of(engine: EngineClient) -> Pools:
     pools: Pools = {}
     for metric in engine.metrics():
         for sample in metric.samples:
-            labels = dict(sample.labels)
+            labels = sample.labels
             if metric.name == "kvflow_prefill_blocks":
-                owner, state = labels.get("engine", "prefill"), labels["state"]
-                pools.setdefault((owner, labels["group"]), {})[state] = int(sample.value)
+                pool = labels["engine"], labels["group"]
+                pools.setdefault(pool, {})[labels["state"]] = int(sample.value)
             elif metric.name == "kvflow_rank" and "_blocks." in labels["name"]:
                 state, _, group = labels["name"].partition("_blocks.")
                 pools.setdefault((labels["rank"], group), {})[state] = int(sample.value)
@@ -290,7 +190,7 @@ async def audit(engine: EngineClient, launch: LaunchConfig) -> Pools:
         wrong = {
             pool: states
             for pool, states in pools.items()
-            for size in [(prefill if pool[0].startswith("prefill") else decode)[pool[1]]]
+            for size in [(prefill if is_prefill(pool) else decode)[pool[1]]]
             if states["free"] + states.get("cached", 0) != size
             or any(n for state, n in states.items() if state not in ("free", "cached"))
         }
@@ -317,15 +217,17 @@ def print_turns(played: Mapping[str, Played], seconds: float) -> None:
           f"{tokens} tokens, {seconds:.1f} s")  # fmt: skip
 
 
-def print_tiers(played: Mapping[str, Played], tiers: Mapping[str, int]) -> None:
+def print_tiers(engine: EngineClient, played: Mapping[str, Played]) -> None:
     """What was reused of the prompts, and what could have been at the granularity of one token."""
+    tiers = by_tier(engine)
     total = sum(len(one.prompt) for one in played.values())
     shared = sum(one.turn.shared for one in played.values())
     reused = sum(one.cached for one in played.values())
     hits = ", ".join(f"{tier} {num}" for tier, num in tiers.items())
     print(f"prefix hits by tier, in tokens: {hits}")
     print(f"of {total} prompt tokens {shared} begin like an earlier turn, {reused} were not "
-          f"computed again: {reused / total:.1%}")  # fmt: skip
+          f"computed again: {reused / total:.1%}; decode groups had "
+          f"{held_by_decode(engine)} of them")  # fmt: skip
 
 
 def print_transfers(played: Mapping[str, Played]) -> bool:

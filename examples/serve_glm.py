@@ -4,6 +4,7 @@ decode ranks, with KV moved between them over NIXL, behind an OpenAI-compatible 
     python examples/serve_glm.py --model DIR --pcp 4 --dcp 4 --interleave 1 --decode-ranks 2 \
         --prefill-block 16 --decode-block 64 --kv-dtype fp8 --port 8000
     python examples/serve_glm.py --preset article --config FILE
+    python examples/serve_glm.py --listen tcp://192.0.2.1:5555 --key-file KEY  # docs/multi-node.md
 
 With `--demo` it sends real prompts to itself, prints a table and ends: 0 if every transferred
 byte equals its source. With `--session FILE` it plays an agent session, without HTTP, and ends: 0
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING, TypeVar
 from attrs import evolve
 
 from kvflow.errors import KvflowError
-from kvflow.launch.config import LaunchConfig
 from kvflow.launch.options import ServeOptions, parse_options
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ async def run(options: ServeOptions) -> int:
     if launch.transport == "in-process":
         print("transport: in-process (threads of this process, no NIXL)", flush=True)
     print(
-        f"starting {launch.prefill_size} prefill rank(s) (pcp {launch.pcp}, tp {launch.tp}, dcp "
-        f"{launch.dcp}, interleave {launch.interleave}, block {launch.prefill_block}) and "
+        f"starting {launch.prefill_engines} prefill engine(s) of {launch.prefill_size} (pcp "
+        f"{launch.pcp}, tp {launch.tp}, dcp {launch.dcp}, interleave {launch.interleave}, block "
+        f"{launch.prefill_block}) and "
         f"{launch.decode_ranks} decode group(s) of {launch.decode_size} (block "
         f"{launch.decode_block}, drafts {launch.num_drafts}, latents "
         f"{'on the host' if launch.hisparse else 'in pages'}), kv {launch.kv_dtype}",
@@ -71,7 +72,7 @@ async def _serve(options: ServeOptions, stop: asyncio.Event) -> int:
     tokenizer = load_tokenizer(launch.model)
     async with contextlib.AsyncExitStack() as stack:
         bound = stack.enter_context(bind(host, options.server.port))
-        engine = await _unless(stop, stack.enter_async_context(_world(launch)))
+        engine = await _unless(stop, stack.enter_async_context(_world(options)))
         server = await stack.enter_async_context(
             serve(make_app(engine, tokenizer), host, bound=bound)
         )
@@ -87,30 +88,38 @@ async def _serve(options: ServeOptions, stop: asyncio.Event) -> int:
 
 
 async def _play(options: ServeOptions, stop: asyncio.Event) -> int:
-    from agent_session import check_session, load_session, run_session  # lies beside this file
+    from agent_session import check_session, run_session  # these lie beside this file
+    from session_turns import load_session
 
     from kvflow.server import load_tokenizer
 
     launch = options.launch
     session = load_session(options.session, launch, load_tokenizer(launch.model))
     async with contextlib.AsyncExitStack() as stack:
-        engine = await _unless(stop, stack.enter_async_context(_world(launch)))
+        engine = await _unless(stop, stack.enter_async_context(_world(options)))
         played, clean = await _unless(stop, run_session(engine, launch, session))
         _sum_up(engine)
     same = await _unless(stop, check_session(launch, session, played))
     return 0 if clean and same else 1
 
 
-def _world(launch: LaunchConfig) -> "contextlib.AbstractAsyncContextManager[Deployment]":
+def _world(options: ServeOptions) -> "contextlib.AbstractAsyncContextManager[Deployment]":
     from kvflow.launch.processes import process_deployment
     from kvflow.launch.threads import thread_deployment
 
+    launch = options.launch
+    if options.listen is not None and options.key_file is not None:
+        from kvflow.launch.hosts import joined_deployment, read_key
+
+        print(f"waiting for its ranks at {options.listen}", flush=True)
+        return joined_deployment(launch, options.listen, read_key(options.key_file))
     return (thread_deployment if launch.transport == "in-process" else process_deployment)(launch)
 
 
 def _sum_up(engine: "Deployment") -> None:
     """Audits the pools and says what decode groups did."""
-    engine.prefill.audit()
+    for prefill in engine.prefills.values():
+        prefill.audit()
     print("\n".join(decode_summary(engine.counters)), flush=True)
 
 

@@ -32,7 +32,7 @@ def _ranks(about: str, *flags: str) -> Words:
 WORDS: Mapping[str, Words] = {
     "model": Words("HF directory of the checkpoint"),
     "served_model_name": Words("name that clients use; empty: the directory's"),
-    "pcp": _ranks("prefill ranks", "--prefill-context-parallel-size", "--pcp"),
+    "pcp": _ranks("ranks that share a prompt", "--prefill-context-parallel-size", "--pcp"),
     "dcp": _ranks("KV shards over the prefill ranks", "--decode-context-parallel-size", "--dcp"),
     "interleave": _rows(
         "consecutive tokens that one DCP rank stores",
@@ -40,7 +40,9 @@ WORDS: Mapping[str, Words] = {
         "--interleave",
     ),
     "tp": _ranks("prefill ranks that share the heads", "--tensor-parallel-size", "--tp"),
-    "decode_ranks": Words("decode groups", "groups", ("--decode-ranks", "--data-parallel-size")),
+    "decode_ranks": Words(
+        "data-parallel decode groups", "groups", ("--decode-ranks", "--data-parallel-size")
+    ),
     "decode_tp": _ranks("ranks of a decode group that share the heads"),
     "decode_dcp": _ranks("ranks of a decode group that share the cache"),
     "decode_interleave": _rows("consecutive tokens that one rank of a decode group stores"),
@@ -58,9 +60,13 @@ WORDS: Mapping[str, Words] = {
     "hisparse_device_nbytes": Words("most that latent rows take on the device of a rank", "bytes"),
     "prefill_kv_tokens": _rows("what the cache of a prefill engine holds"),
     "decode_kv_tokens": _rows("what the cache of a decode group holds"),
-    "transport": Words("nixl: a process a rank; in-process: a thread a rank, without NIXL"),
+    "transport": Words("a process a rank, or a thread a rank, without NIXL"),
     "verify_transfers": Words("compare digests of every transferred byte with its source"),
     "transfer_costs": Words("JSON that `kvflow calibrate` wrote on this machine"),
+    "prefill_engines": Words("prefill engines, each of `pcp` x `tp` ranks", "engines"),
+    "streaming": Words("decode reads the rows of a prompt while it is still computed"),
+    "loans": Words("engines take from decode engines what those hold of a prompt"),
+    "local_prefill_tokens": _rows("most of a prompt that a decode group may compute itself"),
     "prefix.enabled": Words(
         "reuse the KV of prompts that begin alike", "", ("--enable-prefix-caching",)
     ),

@@ -21,18 +21,15 @@ sys.path.append(str(ROOT / "examples"))
 
 import agent_session
 from agent_session import (
-    MIN_ANSWER,
     Played,
-    Session,
-    Turn,
     audit,
     by_tier,
     check_session,
-    load_session,
     pools_of,
     run_session,
     turns_that_differ,
 )
+from session_turns import MIN_ANSWER, Session, Turn, load_session
 
 SESSION = ROOT / "examples" / "sessions" / "weka_0277.json"
 HOST_NBYTES = 40_000
@@ -163,7 +160,7 @@ def test_the_article_completes_an_agent_session_in_processes(tmp_path):
     assert done.returncode == 0, said + done.stderr
     assert "24 turns of 5 agents" in said
     assert "every byte equals its source" in said
-    assert "after a reset of the prefix cache all blocks free" in said
+    assert "prefill engines keep none" in said
     assert "one rank alone computes the same tokens" in said
     tiers = re.search(r"in tokens: device (\d+), host (\d+), disk (\d+)", said)
     assert tiers, said
