@@ -19,16 +19,19 @@ from kvflow.engine.front.roster import Roster
 from kvflow.engine.front.routing import Routing
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import (
+    AskPush,
     FromRank,
     Gauges,
     Generated,
     KVChanged,
     Lent,
     PullRows,
+    PushRows,
     RankFailed,
     Ready,
     RequestFailed,
     RowsPulled,
+    RowsPushed,
     RunStep,
     Shutdown,
     StepDone,
@@ -123,12 +126,14 @@ class Deployment:
         self._reader = asyncio.create_task(self._read())
 
     def _readers(self) -> list[tuple[str, str]]:
-        """Which engine may ever read which: decode engines every prefill engine, and all engines
-        every decode engine that lends."""
+        """Which engine may ever reach which: decode engines every prefill engine, all engines every
+        decode engine that lends, prefill engines those that they push to."""
         found = [(d, p) for d in self.decode_ranks for p in self.prefills]
         if self.options.loans and self.prefix.enabled:
             everyone = self._roster.engines
             found += [(e, d) for e in everyone for d in self.decode_ranks if e != d]
+        elif self.options.push:
+            found += [(p, d) for p in self.prefills for d in self.decode_ranks]
         return found
 
     async def close(self) -> None:
@@ -146,7 +151,7 @@ class Deployment:
         for engine in self.prefills.values():
             await engine.close()
 
-    def _send_all(self, ranks: Sequence[str], message: RunStep | PullRows) -> None:
+    def _send_all(self, ranks: Sequence[str], message: RunStep | PullRows | PushRows) -> None:
         for name in ranks:
             self.hub.send(name, message)
 
@@ -173,6 +178,10 @@ class Deployment:
                 self.journeys.transfer_ended(message)
             case Generated(request_id) | RequestFailed(request_id):
                 self.journeys.decoded_event(request_id, message)
+            case AskPush():
+                self.journeys.push(name, message)
+            case RowsPushed():
+                self.journeys.rows_pushed(message)
             case Lent():
                 self._lenders.on_lent(message)
             case KVChanged(events):

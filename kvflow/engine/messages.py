@@ -124,6 +124,47 @@ class RowsPulled(Struct, frozen=True, tag=True):
     error: str | None
 
 
+class PushRows(Struct, frozen=True, tag=True):
+    """To a prefill rank: bring the positions [start, stop) of a request from these blocks into
+    those of a reader, by its `target` tables."""
+
+    request_id: str
+    reader: str
+    start: int
+    stop: int
+    tables: dict[str, list[int]]
+    target: dict[str, list[int]]
+
+
+class RowsPushed(Struct, frozen=True, tag=True):
+    """From a prefill rank: its part of a `PushRows` is over, and nothing of it can still arrive."""
+
+    request_id: str
+    rank: int
+    report: dict[str, Any] | None
+    error: str | None
+
+
+class AskPush(Struct, frozen=True, tag=True):
+    """From a decode engine: have an engine push the positions [start, stop) of a request into
+    these blocks. `Pushed` answers it."""
+
+    request_id: str
+    engine: str
+    start: int
+    stop: int
+    target: dict[str, list[int]]
+
+
+class Pushed(Struct, frozen=True, tag=True):
+    """To a decode engine: what it asked to be pushed is there on all its ranks, or has failed and
+    can arrive no more."""
+
+    request_id: str
+    report: dict[str, Any] | None
+    error: str | None
+
+
 class Admit(Struct, frozen=True, tag=True):
     """To a decode engine: take over a request. Its prompt's rows come from `sources`, each behind
     what those before it and the engine's own cache have; of the last one the positions below
@@ -244,12 +285,25 @@ class KVChanged(Struct, frozen=True, tag=True):
 
 
 ToRank = (
-    RunStep | AttachTier | Connect | PullRows | Admit | Readable | Lend | EndLoan | Abort | Shutdown
+    RunStep
+    | AttachTier
+    | Connect
+    | PullRows
+    | PushRows
+    | Admit
+    | Readable
+    | Pushed
+    | Lend
+    | EndLoan
+    | Abort
+    | Shutdown
 )
 FromRank = (
     Ready
     | StepDone
     | RowsPulled
+    | RowsPushed
+    | AskPush
     | Generated
     | TransferEnded
     | RequestFailed

@@ -13,23 +13,23 @@ from kvflow.engine.decode.worker import DecodeWorker
 from kvflow.engine.hisparse import HiSparseMemory
 from kvflow.engine.mailbox import Mailbox
 from kvflow.engine.memory import KVMemory, balanced_deal, by_request_deal
+from kvflow.engine.moves import Mover
 from kvflow.engine.prefill.rank import serve_prefill
-from kvflow.engine.pulls import Puller
 from kvflow.engine.runner import StepRunner
 from kvflow.launch.config import LaunchConfig
 from kvflow.layouts.layout import KVLayout
 from kvflow.models.glm import Glm
-from kvflow.transfers.executors.base import Endpoint, RankCache
+from kvflow.transfers.executors.base import RankCache, TwoWayEndpoint
 
-MakeEndpoint = Callable[[RankCache], Endpoint]
+MakeEndpoint = Callable[[RankCache], TwoWayEndpoint]
 MakeRank = Callable[
-    [LaunchConfig, Comm, Mailbox, MakeEndpoint], tuple[Callable[[], None], Endpoint]
+    [LaunchConfig, Comm, Mailbox, MakeEndpoint], tuple[Callable[[], None], TwoWayEndpoint]
 ]
 
 
 def prefill_rank(
     config: LaunchConfig, comm: Comm, mailbox: Mailbox, make_endpoint: MakeEndpoint
-) -> tuple[Callable[[], None], Endpoint]:
+) -> tuple[Callable[[], None], TwoWayEndpoint]:
     """What prefill rank ``comm.rank`` runs, and the endpoint to close afterwards."""
     tp = _siblings(comm, config.prefill_homes)
     model = _model(config, comm, tp)
@@ -40,13 +40,13 @@ def prefill_rank(
     memory = PagedMemory(layout, cache, comm, config.access)
     runner = StepRunner(model, memory, comm, balanced_deal(config.prefill_homes), tp)
     verify = config.verify_transfers
-    puller = Puller(layout, cache.rank, num_blocks, endpoint, verify=verify)
-    return lambda: serve_prefill(runner, puller, mailbox), endpoint
+    mover = Mover(layout, cache.rank, num_blocks, endpoint, verify=verify)
+    return lambda: serve_prefill(runner, mover, mailbox), endpoint
 
 
 def decode_rank(
     config: LaunchConfig, comm: Comm, mailbox: Mailbox, make_endpoint: MakeEndpoint
-) -> tuple[Callable[[], None], Endpoint]:
+) -> tuple[Callable[[], None], TwoWayEndpoint]:
     """What rank ``comm.rank`` of a decode group runs, and the endpoint to close afterwards."""
     tp = _siblings(comm, config.decode_homes)
     model = _model(config, comm, tp)
@@ -67,6 +67,7 @@ def decode_rank(
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_drafts=config.num_drafts,
         prefix=config.decode_prefix,
+        push=config.transfer == "push",
     )
     return engine.serve, endpoint
 

@@ -25,6 +25,7 @@ from kvflow.layouts.values import integer, not_negative, positive
 from kvflow.transfers.cost import Costs
 
 Transport = Literal["nixl", "in-process"]
+Direction = Literal["pull", "push"]
 ComputeDType = Literal["float32", "float64"]
 
 MAX_NUM_DRAFTS = 4
@@ -41,7 +42,8 @@ class LaunchConfig:
     ``hisparse_device_nbytes``. There are ``prefill_engines``, each of its own ranks. With
     ``streaming`` decode reads a prompt's rows while it is computed, with ``loans`` engines take
     what decode engines hold of a prompt, and a decode engine may compute ``local_prefill_tokens``
-    of one itself. Raises `LayoutError` for values that are wrong for every model;
+    of one itself. ``transfer`` says who moves a prompt's rows: its reader or who computed it.
+    Raises `LayoutError` for values that are wrong for every model;
     `kvflow.launch.checks.check_launch` holds them against this one."""
 
     model: Path = field(converter=Path)
@@ -76,12 +78,14 @@ class LaunchConfig:
     streaming: bool = True
     loans: bool = True
     local_prefill_tokens: int = field(default=0, converter=integer, validator=not_negative)
+    transfer: Direction = "pull"
 
     def __attrs_post_init__(self) -> None:
         for name, choices in (
             ("kv_dtype", KVDType),
             ("dtype", ComputeDType),
             ("transport", Transport),
+            ("transfer", Direction),
         ):
             if getattr(self, name) not in get_args(choices):
                 raise LayoutError(
@@ -220,6 +224,7 @@ class LaunchConfig:
                 self.local_prefill_tokens,
                 self.prefill_kv_tokens,
                 self.decode_kv_tokens,
+                self.transfer == "push",
             ),
         )
 

@@ -32,7 +32,7 @@ from kvflow.errors import KvflowError, TransferError
 from kvflow.launch.build import decode_rank, prefill_rank
 from kvflow.launch.checks import check_launch
 from kvflow.launch.config import LaunchConfig
-from kvflow.transfers.executors.base import Endpoint, RankCache
+from kvflow.transfers.executors.base import RankCache, TwoWayEndpoint
 
 _JOIN_S = 3.0
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -161,7 +161,7 @@ def _enter(threads: int) -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-def nixl_endpoint(key: bytes, config: LaunchConfig, cache: RankCache) -> Endpoint:
+def nixl_endpoint(key: bytes, config: LaunchConfig, cache: RankCache) -> TwoWayEndpoint:
     from kvflow.transfers.executors.nixl import NixlEndpoint
 
     return NixlEndpoint(cache, key, costs=config.costs())

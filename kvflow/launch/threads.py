@@ -14,14 +14,14 @@ from kvflow.errors import KvflowError
 from kvflow.launch.build import MakeRank, decode_rank, prefill_rank
 from kvflow.launch.checks import check_launch
 from kvflow.launch.config import LaunchConfig
-from kvflow.transfers.executors.base import Endpoint, RankCache
+from kvflow.transfers.executors.base import RankCache, TwoWayEndpoint
 from kvflow.transfers.executors.local import LocalEndpoint, LocalFabric
 from kvflow.transfers.executors.plain_files import PlainFiles
 
 _JOIN_S = 30.0  # how long all ranks together may take to end: a step under way is finished
 _IDLE_S = 3600.0  # how long a rank may wait inside a collective for the others
 
-MakeLocalEndpoint = Callable[[RankCache, LocalFabric], Endpoint]
+MakeLocalEndpoint = Callable[[RankCache, LocalFabric], TwoWayEndpoint]
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,8 @@
 """Drawn deployments for the sweep: every option of both engines, and requests in waves.
 
 A scene has an aim: "any" draws every option freely, "tiers" is bent towards prefixes that come back
-from host and disk, "crowd" towards decode pools in which two requests begin but do not both end.
+from host and disk, "crowd" towards decode pools in which two requests begin but do not both end, and
+"turns" towards several engines and requests that go on where an earlier one ended.
 """
 
 import numpy as np
@@ -16,9 +17,11 @@ from kvflow.engine.hisparse.sizes import HiSparseBytes
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.launch.config import LaunchConfig
 
-AIMS = ("any", "tiers", "crowd")
+AIMS = ("any", "tiers", "crowd", "turns")
 VOCAB = 320
 MAX_LEN = 64
+TURNS_LEN = 96
+"""The most positions of a request where turns follow each other."""
 MAX_TOKENS = 14
 MAX_STEM, MAX_OWN = 38, 12
 UNIT_NBYTES = 1 << 14
@@ -28,11 +31,13 @@ UNIT_NBYTES = 1 << 14
 @frozen
 class Arrival:
     """A request, after how many tokens its client goes (None: it stays), and the index of a token
-    of it, computed alone, that is to stop it (None: nothing does)."""
+    of it, computed alone, that is to stop it (None: nothing does). `follows`: the arrival whose
+    prompt and tokens come before this one's own prompt."""
 
     request: Request
     cancel_after: int | None = None
     stop_at: int | None = None
+    follows: "Arrival | None" = None
 
 
 @frozen
@@ -79,6 +84,7 @@ def prefill_options(draw, aim):
     pcp = draw(st.integers(1, 8)) if aim == "any" else draw(st.integers(1, 3))
     tp = draw(st.sampled_from([1, 1, 2])) if pcp <= 4 and aim != "crowd" else 1
     sizes = [MAX_LEN, MAX_LEN + 9] if aim == "tiers" else [MAX_LEN, MAX_LEN + 9, 3 * MAX_LEN]
+    sizes = [TURNS_LEN, 3 * TURNS_LEN] if aim == "turns" else sizes
     return {
         "pcp": pcp,
         "tp": tp,
@@ -88,6 +94,20 @@ def prefill_options(draw, aim):
         "prefill_kv_tokens": draw(st.sampled_from(sizes if aim != "crowd" else [3 * MAX_LEN])),
         "max_num_batched_tokens": draw(st.sampled_from([5, 17, 40] if aim != "crowd" else [64])),
         "access": draw(accesses()),
+        **draw(between(aim, pcp * tp)),
+    }
+
+
+@st.composite
+def between(draw, aim, prefill_size):
+    """What goes on between the engines."""
+    most = 1 if aim == "crowd" else 3 if aim == "turns" and prefill_size <= 2 else 2
+    return {
+        "prefill_engines": draw(st.integers(1, most)) if prefill_size <= 3 else 1,
+        "streaming": draw(st.booleans()),
+        "loans": draw(st.sampled_from([True, True, False])),
+        "local_prefill_tokens": draw(st.sampled_from([0, 0, 8, 40])),
+        "transfer": draw(st.sampled_from(["pull", "push"])),
     }
 
 
@@ -95,15 +115,15 @@ def prefill_options(draw, aim):
 def decode_options(draw, aim, kv_dtype):
     """The decode engine's part of a launch."""
     dcp = draw(st.sampled_from([1, 1, 2, 2, 3, 4, 4, 8] if aim == "any" else [1, 2, 2, 2, 3, 4]))
-    crowd = aim == "crowd"
+    crowd, low = aim == "crowd", TURNS_LEN if aim == "turns" else MAX_LEN
     tp = draw(st.sampled_from([1, crowd + 1, 2])) if dcp != 3 else 1
     options = {
-        "decode_ranks": 1 if crowd or dcp == 8 else draw(st.integers(1, 2)),
+        "decode_ranks": 1 if crowd or dcp == 8 else draw(st.integers(1, 2 + (dcp * tp == 1))),
         "decode_tp": tp,
         "decode_dcp": dcp,
         "decode_interleave": draw(st.integers(1, 2 if crowd else 20)),
         "decode_block": draw(st.integers(1, 2 if crowd else 12)),
-        "decode_kv_tokens": draw(st.integers(MAX_LEN, MAX_LEN + 2 if crowd else 2 * MAX_LEN)),
+        "decode_kv_tokens": draw(st.integers(low, MAX_LEN + 2 if crowd else 2 * low)),
         "decode_access": draw(accesses()),
         "num_drafts": draw(st.integers(1 if crowd else 0, 4)),
         "hisparse": draw(st.sampled_from([False, True, crowd])),
@@ -116,7 +136,7 @@ def decode_options(draw, aim, kv_dtype):
 
 def _latent_pool_nbytes(options, kv_dtype):
     """The least that the hot part of HiSparse can be given."""
-    launch = config(**options, max_model_len=MAX_LEN)
+    launch = config(**options, max_model_len=MAX_LEN, prefill_kv_tokens=MAX_LEN)
     model = reference_model(kv_dtype, "float64")
     layout = launch.decode_layout(model.spec)
     sizes = HiSparseSizes.for_drafts(
@@ -129,7 +149,9 @@ def _latent_pool_nbytes(options, kv_dtype):
 @st.composite
 def prefixes(draw, aim, directory):
     """Whether prefixes are reused, and from which tiers."""
-    tiers = ["host", "disk"] if aim == "tiers" else ["none", "device", "device", "host", "disk"]
+    tiers = {"tiers": ["host", "disk"], "turns": ["device", "device", "host"]}.get(
+        aim, ["none", "device", "device", "host", "disk"]
+    )
     tier = draw(st.sampled_from(tiers))
     if tier == "none":
         return PrefixConfig(enabled=False)
@@ -153,16 +175,40 @@ def waves(draw, aim):
     for i in range(1 if crowd else draw(st.integers(1, 3))):
         count = draw(st.integers(3, 4) if crowd else st.integers(1, 3))
         drawn.append(tuple(draw(arrivals(aim, f"r{i}.{j}", stems)) for j in range(count)))
-    if aim == "tiers" or (not crowd and draw(st.booleans())):
+    if aim == "turns":
+        drawn.append(tuple(draw(next_turns(drawn[-1], "second"))))
+        drawn.append(tuple(draw(next_turns(drawn[-1], "third"))))
+    elif aim == "tiers" or (not crowd and draw(st.booleans())):
         drawn.append(tuple(_again(arrival) for arrival in drawn[0]))
     return tuple(drawn)
+
+
+@st.composite
+def next_turns(draw, before, name):
+    """What the clients of earlier requests say next; each may ask twice."""
+    turns = []
+    for arrival in before:
+        for i in range(draw(st.sampled_from([0, 1, 1, 2]))):
+            own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_OWN // 2))
+            sampling = evolve(draw(samplings(1)), max_tokens=draw(st.integers(1, MAX_TOKENS // 2)))
+            base = arrival.request
+            request = Request(
+                f"{base.request_id} {name} {i}", tuple(own), sampling, base.cache_salt
+            )
+            turns.append(Arrival(request, draw(st.sampled_from([None, None, 2])), None, arrival))
+    return turns
 
 
 @st.composite
 def arrivals(draw, aim, name, stems):
     """A request, of a tenant or another, and its end."""
     crowd = aim == "crowd"
-    low, high = {"any": (0, MAX_STEM), "tiers": (9, MAX_STEM), "crowd": (20, 24)}[aim]
+    low, high = {
+        "any": (0, MAX_STEM),
+        "tiers": (9, MAX_STEM),
+        "crowd": (20, 24),
+        "turns": (4, MAX_STEM),
+    }[aim]
     own = draw(st.lists(st.integers(0, VOCAB - 1), max_size=2 if crowd else MAX_OWN))
     prompt = [*draw(st.sampled_from(stems))[: draw(st.integers(low, high))], *own] or [1]
     sampling = draw(samplings(13 if crowd else 1))
@@ -186,7 +232,7 @@ def scenes(draw, aim, directory):
     common = {
         "kv_dtype": kv_dtype,
         "dtype": "float64",
-        "max_model_len": MAX_LEN,
+        "max_model_len": TURNS_LEN if aim == "turns" else MAX_LEN,
         "prefix": draw(prefixes(aim, directory())),
     }
     launch = config(**draw(prefill_options(aim)), **draw(decode_options(aim, kv_dtype)), **common)

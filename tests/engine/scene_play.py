@@ -33,9 +33,21 @@ def alone(request, kv_dtype):
 
 
 def settled(scene):
-    """The scene with the tokens that stop requests in place of their indices."""
-    waves = tuple(tuple(_stopped(scene, a) for a in wave) for wave in scene.waves)
+    """The scene with the tokens that stop requests in place of their indices, and the prompts of
+    turns that follow others whole."""
+    done: dict[str, object] = {}
+    waves = tuple(tuple(_settled(scene, a, done) for a in wave) for wave in scene.waves)
     return evolve(scene, waves=waves)
+
+
+def _settled(scene, arrival, done):
+    if arrival.follows is not None:
+        before = done[arrival.follows.request.request_id]
+        said = [s.token for s in expected(scene, before)[0]]
+        prompt = (*before.request.prompt, *said, *arrival.request.prompt)
+        arrival = evolve(arrival, request=evolve(arrival.request, prompt=prompt))
+    arrival = done[arrival.request.request_id] = _stopped(scene, arrival)
+    return arrival
 
 
 def _stopped(scene, arrival):

@@ -14,19 +14,29 @@ from kvflow.engine.decode.kv import DecodeKV
 from kvflow.engine.decode.requests import Decoding, Phase
 from kvflow.engine.decode.turns import TurnDone
 from kvflow.engine.mailbox import Mailbox
-from kvflow.engine.messages import Admit, PullRows, Readable, RequestFailed, TransferEnded
-from kvflow.engine.pulls import Puller
+from kvflow.engine.messages import (
+    Admit,
+    AskPush,
+    PullRows,
+    Pushed,
+    Readable,
+    RequestFailed,
+    TransferEnded,
+)
+from kvflow.engine.moves import Mover
 from kvflow.errors import KvflowError, PlanError
 
 
 @define(eq=False)
 class Desk:
-    """`pulls` derives plans as every rank of the group does; `counters` are the engine's."""
+    """`pulls` derives plans as every rank of the group does; `counters` are the engine's. With
+    `asks_push` the engine that computed a prompt writes its rows, on request."""
 
     kv: DecodeKV
-    pulls: Puller
+    pulls: Mover
     mailbox: Mailbox
     counters: dict[str, float]
+    asks_push: bool = False
     _requests: list[Decoding] = field(init=False, factory=list)
     _num_admitted: int = field(init=False, default=0)
 
@@ -133,13 +143,27 @@ class Desk:
             work.phase = Phase.RUNNING
 
     def next_pulls(self, num_ranks: int) -> list[PullRows]:
-        """The parts of transfers that can begin now."""
-        found = [(w, w.incoming.next_part(num_ranks)) for w in self.requests(Phase.PULLING)]
-        return [
-            PullRows(work.request_id, *part, work.tables)
-            for work, part in found
-            if part is not None
-        ]
+        """The parts of transfers that can begin now, but for those that an engine pushes: it is
+        asked to."""
+        pulls = []
+        for work in self.requests(Phase.PULLING):
+            pushed = self.asks_push and work.incoming.at_last_source
+            part = work.incoming.next_part(1 if pushed else num_ranks)
+            if part is None:
+                continue
+            source, start, stop = part
+            if pushed:
+                ask = AskPush(work.request_id, source.engine, start, stop, work.tables)
+                self.mailbox.send(ask)
+            else:
+                pulls.append(PullRows(work.request_id, source, start, stop, work.tables))
+        return pulls
+
+    def pushed(self, message: Pushed) -> Decoding | None:
+        """A part that was pushed is here, or failed. The request is returned if it is to leave."""
+        work = next(w for w in self._requests if w.request_id == message.request_id)
+        work.incoming.part_ended(message.report, message.error)
+        return work if self._settle(work) else None
 
     def settle_transfers(self, answers: Sequence[TurnDone]) -> list[Decoding]:
         """What of transfers has ended on the ranks. Returns requests that are to leave."""

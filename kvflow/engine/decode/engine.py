@@ -16,7 +16,6 @@ from kvflow.comm.local import LocalComm
 from kvflow.engine.decode.batch import Share, form_batch
 from kvflow.engine.decode.desk import Desk
 from kvflow.engine.decode.kv import DecodeKV
-from kvflow.engine.decode.reports import by_rank, pool_gauges
 from kvflow.engine.decode.requests import Decoding, Phase
 from kvflow.engine.decode.turns import Crew, Turn, TurnDone, gather_exports
 from kvflow.engine.decode.worker import DecodeWorker
@@ -33,6 +32,7 @@ from kvflow.engine.messages import (
     Lend,
     Lent,
     PullRows,
+    Pushed,
     Readable,
     Ready,
     Shutdown,
@@ -40,6 +40,7 @@ from kvflow.engine.messages import (
 )
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.prefix.pool import SharedBlockPool
+from kvflow.engine.reports import by_rank, pool_gauges
 from kvflow.engine.sampling import Sampled
 from kvflow.errors import KvflowError
 from kvflow.layouts.wire import layout_to_wire
@@ -50,7 +51,7 @@ class DecodeEngine:
     """Serves one mailbox until it is told to shut down. `comm` joins the ranks of the group, whose
     others run `follow`; this is rank 0. `num_drafts` tokens are tried a step where the model has an
     MTP layer. `prefix` says whether prefixes are kept, and in blocks of what size they are
-    known."""
+    known. With `push` prompts' rows are written by the engine that computed them."""
 
     worker: DecodeWorker
     mailbox: Mailbox
@@ -60,6 +61,7 @@ class DecodeEngine:
     max_num_batched_tokens: int = 2048
     num_drafts: int = 0
     prefix: PrefixConfig = field(factory=lambda: PrefixConfig(enabled=False))
+    push: bool = False
     kv: DecodeKV = field(init=False)
     counters: dict[str, float] = field(init=False)
     _desk: Desk = field(init=False)
@@ -78,7 +80,7 @@ class DecodeEngine:
         self.counters |= {"reused_tokens": 0.0, "local_prefills": 0.0}
         self.counters |= {"model_seconds": 0.0, "control_seconds": 0.0}
         self._crew = Crew(self.worker, self.comm)
-        self._desk = Desk(self.kv, self.worker.pulls, self.mailbox, self.counters)
+        self._desk = Desk(self.kv, self.worker.pulls, self.mailbox, self.counters, self.push)
 
     @property
     def pools(self) -> dict[str, SharedBlockPool]:
@@ -158,9 +160,9 @@ class DecodeEngine:
             case Readable():
                 self._desk.readable(message)
             case Abort(request_id):
-                work = self._desk.abort(request_id)
-                if work is not None:
-                    self._leave(work)
+                self._leave_if(self._desk.abort(request_id))
+            case Pushed():
+                self._leave_if(self._desk.pushed(message))
             case Lend(loan_id, prompt, salt):
                 self._lend(loan_id, prompt, salt)
             case EndLoan(loan_id):
@@ -175,6 +177,10 @@ class DecodeEngine:
         if self._retire:
             self._take_turn(Turn())
         self.mailbox.send(Lent(loan_id, *self.kv.lend(loan_id, prompt, salt)))
+
+    def _leave_if(self, work: Decoding | None) -> None:
+        if work is not None:
+            self._leave(work)
 
     def _leave(self, work: Decoding) -> None:
         """What it computed stays known; its blocks are others' once the ranks have retired it."""

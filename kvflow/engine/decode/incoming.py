@@ -5,8 +5,8 @@ from typing import Any
 
 from attrs import define, field
 
-from kvflow.engine.decode.reports import joined_report, summed_report
 from kvflow.engine.messages import Source
+from kvflow.engine.reports import joined_report, summed_report
 from kvflow.transfers.plan import Plan
 
 
@@ -47,11 +47,15 @@ class Incoming:
         return self._limit > self.arrived or self._limit == self.sources[self._at].stop
 
     @property
+    def at_last_source(self) -> bool:
+        """Whether what comes next comes from the engine that computes the prompt."""
+        return self._at == len(self.sources) - 1
+
+    @property
     def _limit(self) -> int:
         """Where what can be read of the present source ends."""
         source = self.sources[self._at]
-        is_last = self._at == len(self.sources) - 1
-        return min(source.stop, self.readable) if is_last else source.stop
+        return min(source.stop, self.readable) if self.at_last_source else source.stop
 
     def next_part(self, num_ranks: int) -> tuple[Source, int, int] | None:
         """A source and the positions [start, stop) to pull from it now, on all ranks; None if

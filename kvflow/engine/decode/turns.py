@@ -95,7 +95,7 @@ def perform(worker: DecodeWorker, turn: Turn) -> TurnDone:
     for pull in turn.pulls:
         worker.pulls.begin(pull)
     sampled, seconds = worker.step(turn.items) if turn.items else ({}, 0.0)
-    ended = [PullEnded(*one) for one in worker.pulls.ended()]
+    ended = [PullEnded(*one) for one in worker.pulls.pulled()]
     quiesced = worker.endpoint.quiesced()
     return TurnDone(ended, quiesced, sampled, seconds, worker.gauges, worker.totals)
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from attrs import define, field
 
 from kvflow.engine.messages import StepItem
-from kvflow.engine.pulls import Puller
+from kvflow.engine.moves import Mover
 from kvflow.engine.runner import StepRunner
 from kvflow.engine.sampling import Sampled
 from kvflow.layouts.layout import KVLayout
-from kvflow.transfers.executors.base import Endpoint
+from kvflow.transfers.executors.base import TwoWayEndpoint
 
 
 @define(eq=False)
@@ -22,13 +22,13 @@ class DecodeWorker:
 
     runner: StepRunner
     num_blocks: Mapping[str, int]
-    endpoint: Endpoint
+    endpoint: TwoWayEndpoint
     transfer_timeout: float = 60.0
     verify_transfers: bool = False
-    pulls: Puller = field(init=False)
+    pulls: Mover = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.pulls = Puller(
+        self.pulls = Mover(
             self.layout,
             self.runner.memory.cache.rank,
             self.num_blocks,
@@ -62,5 +62,5 @@ class DecodeWorker:
         return {**self.runner.memory.totals, **self.runner.counters.values()}
 
     def close(self) -> None:
-        """See `Puller.close`."""
+        """See `Mover.close`."""
         self.pulls.close()

@@ -15,14 +15,17 @@ from kvflow.engine.api import Request, TokenOutput, Unavailable
 from kvflow.engine.finish import finish_reason
 from kvflow.engine.front.lenders import Lenders
 from kvflow.engine.front.live import Live, output
+from kvflow.engine.front.pushing import Pushing
 from kvflow.engine.front.routing import Routing
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import (
     Abort,
     Admit,
+    AskPush,
     Generated,
     Readable,
     RequestFailed,
+    RowsPushed,
     Source,
     TransferEnded,
 )
@@ -44,6 +47,7 @@ class Journeys:
     streaming: bool
     failure: str | None = None
     live: dict[str, Live] = field(init=False, factory=dict)
+    _pushes: dict[str, Pushing] = field(init=False, factory=dict)
 
     # --- what ranks say
 
@@ -68,6 +72,19 @@ class Journeys:
             if isinstance(message, RequestFailed):
                 live.error = live.error or message.error
             live.events.put_nowait(message)
+
+    def push(self, reader: str, ask: AskPush) -> None:
+        """A decode engine wants rows written into its blocks."""
+        engine = self.prefills[ask.engine]
+        self._pushes[ask.request_id] = Pushing(reader, engine.num_ranks)
+        engine.push(ask.request_id, ask, reader)
+
+    def rows_pushed(self, message: RowsPushed) -> None:
+        """One rank's part of a push is over; with the last one the reader is told."""
+        pushing = self._pushes[message.request_id]
+        if (whole := pushing.take(message)) is not None:
+            del self._pushes[message.request_id]
+            self.hub.send(pushing.reader, whole)
 
     def fail(self, why: str) -> None:
         """A rank is lost: every request ends with an error."""

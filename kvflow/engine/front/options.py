@@ -9,7 +9,8 @@ from kvflow.router.config import RouterConfig
 class FrontOptions:
     """streaming: decode engines read a prompt's rows while it is computed. loans: engines take what
     decode engines hold of a prompt. local_prefill_tokens: see `RouterConfig`. prefill_kv_tokens and
-    decode_kv_tokens: what the requests of an engine can hold together. block_size: of chains."""
+    decode_kv_tokens: what the requests of an engine can hold together. block_size: of chains.
+    push: prefill engines write what decode engines would read."""
 
     block_size: int = 64
     streaming: bool = True
@@ -17,6 +18,7 @@ class FrontOptions:
     local_prefill_tokens: int = 0
     prefill_kv_tokens: int = 1 << 40
     decode_kv_tokens: int = 1 << 40
+    push: bool = False
 
     @property
     def router(self) -> RouterConfig:

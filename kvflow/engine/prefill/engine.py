@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import define, field
 
 from kvflow.engine.api import InvalidRequest, Overloaded, Request
-from kvflow.engine.messages import PullRows, RowsPulled, RunStep, Source, StepDone
+from kvflow.engine.messages import (
+    AskPush,
+    PullRows,
+    PushRows,
+    RowsPulled,
+    RunStep,
+    Source,
+    StepDone,
+)
 from kvflow.engine.prefill.kv import PrefillKV
 from kvflow.engine.prefill.requests import Loan, OnReadable, Prefilling, nobody
 from kvflow.engine.prefill.scheduler import StepScheduler
@@ -29,7 +37,7 @@ from kvflow.transfers.handshake import Agreement, agree
 
 @define(eq=False)
 class PrefillEngine:
-    """`send_step` hands a step, or rows to pull, to all ranks; their `StepDone` come back to
+    """`send` hands a step, or rows to move, to all ranks; their `StepDone` come back to
     `on_step_done`, their `RowsPulled` to `on_rows_pulled`. Raises `ContentMismatch` at construction
     unless `target` can take every component of `layout`."""
 
@@ -37,7 +45,7 @@ class PrefillEngine:
     num_ranks: int
     num_blocks: Mapping[str, int]
     target: KVLayout
-    send_step: Callable[[RunStep | PullRows], None]
+    send: Callable[[RunStep | PullRows | PushRows], None]
     max_num_batched_tokens: int = 2048
     max_waiting: int = 256
     prefix: PrefixConfig = field(factory=lambda: PrefixConfig(enabled=False))
@@ -52,7 +60,7 @@ class PrefillEngine:
         self._terms = agree(self.layout, self.target)
         self.kv = PrefillKV(self.layout, self.num_blocks, self.prefix, self.tiers)
         self.steps = StepScheduler(
-            self.kv, self.num_ranks, self.send_step, self.max_num_batched_tokens, self._held
+            self.kv, self.num_ranks, self.send, self.max_num_batched_tokens, self._held
         )
 
     @property
@@ -116,6 +124,16 @@ class PrefillEngine:
         plan = self._terms.plan((0, length))
         work.unread, work.is_read = {src_rank for src_rank, _ in plan.links}, True
         return Source(self.name, work.kv.tables, 0, length, plan.digest)
+
+    def push(self, request_id: str, ask: AskPush, reader: str) -> None:
+        """Every rank writes its part of what a reader asks for, which is computed already, into
+        the reader's blocks. Their `RowsPushed` are the front's to gather. Raises `KvflowError` for
+        a request that nobody reads."""
+        work = self._held.get(request_id)
+        if work is None or not work.unread:
+            raise KvflowError(f"request {request_id!r} has no reader in {self.name!r} to push to")
+        tables = work.kv.tables
+        self.send(PushRows(request_id, reader, ask.start, ask.stop, tables, ask.target))
 
     def acknowledge(self, request_id: str, src_ranks: Sequence[int]) -> None:
         """The reader will read these source ranks no more. Late and repeated ones are ignored."""

@@ -10,15 +10,17 @@ from kvflow.engine.messages import (
     Connect,
     Gauges,
     PullRows,
+    PushRows,
     RankFailed,
     Ready,
     RowsPulled,
+    RowsPushed,
     RunStep,
     Shutdown,
     StepDone,
 )
+from kvflow.engine.moves import Mover
 from kvflow.engine.prefix.rows import RowCopier
-from kvflow.engine.pulls import Puller
 from kvflow.engine.runner import StepRunner
 from kvflow.engine.tiers.rows import UnitPort
 from kvflow.errors import KvflowError
@@ -27,24 +29,26 @@ from kvflow.layouts.wire import layout_to_wire
 _POLL_S = 0.001
 
 
-def serve_prefill(runner: StepRunner, puller: Puller, mailbox: Mailbox) -> None:
+def serve_prefill(runner: StepRunner, mover: Mover, mailbox: Mailbox) -> None:
     """A prefill rank: runs the steps it is given, and pulls rows meanwhile, until `Shutdown`."""
-    memory, num_blocks, endpoint = runner.memory, puller.num_blocks, puller.endpoint
+    memory, num_blocks, endpoint = runner.memory, mover.num_blocks, mover.endpoint
     rows = RowCopier(memory.layout, memory.cache, num_blocks)
     layout = layout_to_wire(memory.layout)
     port: UnitPort | None = None
     exports = {runner.comm.rank: endpoint.export()}
     mailbox.send(Ready(layout, dict(num_blocks), endpoint.name, exports))
-    with contextlib.closing(puller):
+    with contextlib.closing(mover):
         while True:
-            for message in mailbox.receive(_POLL_S if puller.busy else None):
+            for message in mailbox.receive(_POLL_S if mover.busy else None):
                 match message:
                     case Shutdown():
                         return
                     case Connect():
-                        puller.connect(message)
+                        mover.connect(message)
                     case PullRows():
-                        puller.begin(message)
+                        mover.begin(message)
+                    case PushRows():
+                        mover.begin_push(message)
                     case AttachTier():
                         port = UnitPort.attach(memory.layout, memory.cache, num_blocks, message)
                     case RunStep():
@@ -55,8 +59,10 @@ def serve_prefill(runner: StepRunner, puller: Puller, mailbox: Mailbox) -> None:
                             f"a prefill rank runs steps, it got a {type(message).__name__}"
                         )
             if endpoint.quiesced():  # else something of a failed pull may still arrive
-                for ended in puller.ended():
-                    mailbox.send(RowsPulled(ended[0], runner.comm.rank, *ended[1:]))
+                for name, report, error in mover.pulled():
+                    mailbox.send(RowsPulled(name, runner.comm.rank, report, error))
+                for name, report, error in mover.pushed():
+                    mailbox.send(RowsPushed(name, runner.comm.rank, report, error))
 
 
 def _run_step(

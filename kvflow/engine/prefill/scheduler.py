@@ -9,7 +9,15 @@ from collections.abc import Callable
 
 from attrs import define, field
 
-from kvflow.engine.messages import PullRows, RowsPulled, RunStep, Source, StepDone, StepItem
+from kvflow.engine.messages import (
+    PullRows,
+    PushRows,
+    RowsPulled,
+    RunStep,
+    Source,
+    StepDone,
+    StepItem,
+)
 from kvflow.engine.prefill.kv import PrefillKV
 from kvflow.engine.prefill.requests import Prefilling
 from kvflow.engine.sampling import Sampled
@@ -23,7 +31,7 @@ class StepScheduler:
 
     kv: PrefillKV
     num_ranks: int
-    send: Callable[[RunStep | PullRows], None]
+    send: Callable[[RunStep | PullRows | PushRows], None]
     max_num_batched_tokens: int
     held: dict[str, Prefilling]
     num_steps: int = field(init=False, default=0)

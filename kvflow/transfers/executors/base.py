@@ -233,3 +233,7 @@ class Pusher(Protocol):
         complete when all source ranks of the plan have returned. Raises `TransferError`: then the
         targets' blocks must stay quarantined until this endpoint has `quiesced`."""
         ...
+
+
+class TwoWayEndpoint(Endpoint, Pusher, Protocol):
+    """An endpoint that pulls and pushes."""

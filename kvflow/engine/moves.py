@@ -1,4 +1,5 @@
-"""Puller: what a rank brings into its cache from other engines' ranks, on a thread of its own."""
+"""Mover: what a rank brings into its cache from other engines' ranks, and into theirs from its
+own, on a thread of its own."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,14 +8,17 @@ from typing import Any
 import attrs
 from attrs import define, field, frozen
 
-from kvflow.engine.messages import Connect, PullRows, Source
+from kvflow.engine.messages import Connect, PullRows, PushRows, Source
 from kvflow.errors import PlanError
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.wire import layout_from_wire
-from kvflow.transfers.executors.base import Endpoint, TransferReport
+from kvflow.transfers.executors.base import TransferReport, TwoWayEndpoint
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.plan import Plan
 from kvflow.transfers.planner import plan_transfer
+
+Ended = tuple[str, dict[str, Any] | None, str | None]
+"""A request, and the report of its transfer or why that failed."""
 
 
 @frozen(eq=False)
@@ -27,21 +31,22 @@ class PeerEngine:
 
 
 @define(eq=False)
-class Puller:
+class Mover:
     """Serves one rank of an engine with this layout and `num_blocks` blocks of each group."""
 
     layout: KVLayout
     rank: int
     num_blocks: Mapping[str, int]
-    endpoint: Endpoint
+    endpoint: TwoWayEndpoint
     timeout: float = 60.0
     verify: bool = False
     engines: dict[str, PeerEngine] = field(init=False, factory=dict)
     _pulls: "dict[str, Future[TransferReport]]" = field(init=False, factory=dict)
+    _pushes: "dict[str, Future[TransferReport]]" = field(init=False, factory=dict)
     _thread: ThreadPoolExecutor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-pull")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-move")
 
     def connect(self, message: Connect) -> None:
         """Makes an engine's ranks reachable. Raises `TransferError` for exports that are none."""
@@ -52,7 +57,7 @@ class Puller:
     def derive(self, request_id: str, source: Source) -> Plan:
         """The transfer plan of all that a source has, derived on this side too and compared with
         the front's. Raises `PlanError` if they differ or the engine is not connected."""
-        peer = self._peer(request_id, source)
+        peer = self._peer(request_id, source.engine)
         plan = plan_transfer(peer.layout, self.layout, (source.start, source.stop))
         if plan.digest != source.digest:
             raise PlanError(
@@ -61,22 +66,22 @@ class Puller:
             )
         return plan
 
-    def _peer(self, request_id: str, source: Source) -> PeerEngine:
-        if source.engine not in self.engines:
+    def _peer(self, request_id: str, engine: str) -> PeerEngine:
+        if engine not in self.engines:
             raise PlanError(
-                f"request {request_id!r} comes from engine {source.engine!r}, which is not "
-                f"connected; connected are {sorted(self.engines)}"
+                f"request {request_id!r} needs engine {engine!r}, which is not connected; "
+                f"connected are {sorted(self.engines)}"
             )
-        return self.engines[source.engine]
+        return self.engines[engine]
 
     def begin(self, pull: PullRows) -> None:
-        """Starts a transfer; it ends in `ended`, whatever happens. A request has one at a time."""
+        """Starts a transfer; it ends in `pulled`, whatever happens. A request has one at a time."""
         self._pulls[pull.request_id] = self._thread.submit(self._pull, pull)
 
     def _pull(self, pull: PullRows) -> TransferReport:
         """On the transfer thread."""
         source = pull.source
-        peer = self._peer(pull.request_id, source)
+        peer = self._peer(pull.request_id, source.engine)
         plan = plan_transfer(peer.layout, self.layout, (pull.start, pull.stop))
         bound = BoundPlan(
             plan,
@@ -87,22 +92,46 @@ class Puller:
             bound, self.rank, peer.endpoints, timeout=self.timeout, verify=self.verify
         )
 
+    def begin_push(self, push: PushRows) -> None:
+        """As `begin`, the other way round; it ends in `pushed`."""
+        self._pushes[push.request_id] = self._thread.submit(self._push, push)
+
+    def _push(self, push: PushRows) -> TransferReport:
+        """On the transfer thread."""
+        peer = self._peer(push.request_id, push.reader)
+        bound = BoundPlan(
+            plan_transfer(self.layout, peer.layout, (push.start, push.stop)),
+            Binding.of(self.layout, push.tables, self.num_blocks, push.stop),
+            Binding.of(peer.layout, push.target, peer.num_blocks, 0),
+        )
+        return self.endpoint.push(
+            bound, self.rank, peer.endpoints, timeout=self.timeout, verify=self.verify
+        )
+
     @property
     def busy(self) -> bool:
         """Whether a transfer has begun and was not told as ended."""
-        return bool(self._pulls)
+        return bool(self._pulls or self._pushes)
 
-    def ended(self) -> list[tuple[str, dict[str, Any] | None, str | None]]:
-        """(request, report, error) of every transfer that has ended since the last call."""
-        done = [(name, pull) for name, pull in self._pulls.items() if pull.done()]
-        for name, _ in done:
-            del self._pulls[name]
-        return [(name, *_outcome(pull)) for name, pull in done]
+    def pulled(self) -> list[Ended]:
+        """Every pull that has ended since the last call."""
+        return _ended(self._pulls)
+
+    def pushed(self) -> list[Ended]:
+        """Every push that has ended since the last call."""
+        return _ended(self._pushes)
 
     def close(self) -> None:
         """Drops transfers that have not begun, and waits for the one under way: what it writes
         into is freed afterwards. An endpoint whose transport can recall it makes that short."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _ended(moves: "dict[str, Future[TransferReport]]") -> list[Ended]:
+    done = [(name, move) for name, move in moves.items() if move.done()]
+    for name, _ in done:
+        del moves[name]
+    return [(name, *_outcome(move)) for name, move in done]
 
 
 def _outcome(pull: "Future[TransferReport]") -> tuple[dict[str, Any] | None, str | None]:
