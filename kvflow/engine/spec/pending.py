@@ -13,8 +13,8 @@ from kvflow.engine.spec.rows import SampledRow
 
 @frozen(eq=False)
 class StepTokens:
-    """What one rank sampled in a step, by request. `failed` says why no token can follow those in
-    `sampled`, of which there may be none; such a request is to end, and the others go on."""
+    """What one rank sampled in a step, by request; those without a token are left out. `failed`
+    says why none can follow: such a request is to end, and the others go on."""
 
     sampled: dict[str, list[Sampled]]
     failed: dict[str, str]
@@ -71,7 +71,7 @@ class PendingStep:
                 run.append(_sampled(row, token, about.get(i)))
             else:
                 failed[item.request_id] = f"the logits at position {row.position} are not finite"
-        return StepTokens(emitted, failed)
+        return StepTokens({name: run for name, run in emitted.items() if run}, failed)
 
 
 def _sampled(row: SampledRow, token: int, said: list[float] | None) -> Sampled:
