@@ -43,6 +43,7 @@ from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.tiers.manager import Tiers
 from kvflow.engine.tiers.unitfile import FileMover
 from kvflow.errors import KvflowError
+from kvflow.router.log import KVEventLog
 
 
 @define(eq=False)
@@ -256,6 +257,11 @@ class Deployment:
                 forgotten[tier] = forgotten.get(tier, 0) + count
             self.routing.prefill_changed(engine)
         return forgotten
+
+    def kv_events(self) -> KVEventLog | None:
+        """What the caches of all engines hold, for whoever routes to this deployment; None if they
+        keep no prefixes."""
+        return self.routing.log
 
     def metrics(self) -> Sequence[Metric]:
         """Requests by outcome, the prefill engines' numbers, and every gauge of every rank."""

@@ -7,18 +7,21 @@ from attrs import define
 from kvflow.engine.api import Request
 from kvflow.engine.front.options import FrontOptions
 from kvflow.engine.prefill import PrefillEngine
-from kvflow.engine.prefix.hashes import PrefixHasher
-from kvflow.router.config import EngineInfo, Load
+from kvflow.engine.prefix.hashes import HASH_SCHEME, PrefixHasher
+from kvflow.router.config import TIER_COSTS, EngineInfo, Load
 from kvflow.router.events import KVEvents
+from kvflow.router.log import ChainScheme, KVEventLog
 from kvflow.router.policy import Route, Router
 
 
 @define(eq=False)
 class Routing:
-    """`hasher` names the blocks of prompts as every engine does; None if no prefixes are kept."""
+    """`hasher` names the blocks of prompts as every engine does; `log` tells routers elsewhere what
+    the engines hold. Both are None if no prefixes are kept."""
 
     router: Router
     hasher: PrefixHasher | None
+    log: KVEventLog | None = None
 
     @classmethod
     def of(
@@ -31,7 +34,12 @@ class Routing:
         for name in decodes:
             router.register(_info(name, "decode", options, options.decode_kv_tokens))
         kv = next(iter(prefills.values())).kv
-        return cls(router, kv.hasher if kv.config.enabled else None)
+        if not kv.config.enabled:
+            return cls(router, None)
+        tiers = tuple(tier for tier in TIER_COSTS if tier == "device" or kv.tiers is not None)
+        room = sum(e.max_kv_tokens for e in router.engines if e.role == "decode")
+        scheme = ChainScheme(HASH_SCHEME, kv.hasher.content, options.block_size)
+        return cls(router, kv.hasher, KVEventLog(scheme, tiers, room))
 
     def route(self, work: Request) -> Route:
         """Where a request goes."""
@@ -48,19 +56,26 @@ class Routing:
 
     def on_events(self, engine: str, events: KVEvents) -> None:
         self.router.on_events(engine, events)
+        if self.log is not None:
+            self.log.on_events(engine, events)
+
+    def _on_load(self, engine: str, load: Load) -> None:
+        self.router.on_load(engine, load)
+        if self.log is not None:
+            self.log.on_load(engine, load)
 
     def prefill_changed(self, engine: PrefillEngine) -> None:
         """A step of a prefill engine has ended."""
         for events in engine.kv.changes():
             self.on_events(engine.name, events)
-        self.router.on_load(engine.name, engine.load())
+        self._on_load(engine.name, engine.load())
 
     def decode_changed(self, engine: str, gauges: Mapping[str, float]) -> None:
         """A decode engine has reported."""
         if "kv_tokens" in gauges:
             waiting = int(gauges["waiting"] + gauges["preempted"])
             load = Load(int(gauges["kv_tokens"]), int(gauges["running"]), waiting)
-            self.router.on_load(engine, load)
+            self._on_load(engine, load)
 
 
 def _info(name: str, role: str, options: FrontOptions, kv_tokens: int) -> EngineInfo:
