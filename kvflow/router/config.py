@@ -50,8 +50,12 @@ class RouterConfig:
     prompt may compute them itself; 0 sends every prompt to a prefill engine, since a prompt's last
     token is never cached.
     `local_cost`: a token computed on a decode engine, whose streams wait meanwhile.
-    `pull_cost`: a token moved between two engines. `tier_costs`: a token restored from a tier.
+    `pull_cost`: a token moved between two engines, with what it displaces in the borrower's cache;
+    `sibling_cost`: between two decode engines of one host.
+    `tier_costs`: a token restored from a tier.
     `request_cost`: what each request that a decode engine already runs costs one more.
+    `queue_cost`: a token to be computed before. It is below 1, for waiting delays one request and
+    computing what is cached elsewhere delays all that come after.
     `full_cost`: a token of KV that an engine has no room for until others end.
     `balance_cost`: for each token by which an engine's share of recent work is above the least
     busy one's; recent is the fleet's last `balance_tokens` tokens of work.
@@ -60,10 +64,12 @@ class RouterConfig:
     block_size: int = field(converter=integer, validator=positive)
     local_prefill_tokens: int = field(default=0, converter=integer, validator=not_negative)
     local_cost: float = field(default=2.0, validator=validators.ge(0))
-    pull_cost: float = field(default=0.02, validator=validators.ge(0))
+    pull_cost: float = field(default=0.1, validator=validators.ge(0))
+    sibling_cost: float = field(default=0.05, validator=validators.ge(0))
     tier_costs: Mapping[str, float] = field(factory=lambda: dict(TIER_COSTS))
     request_cost: float = field(default=256.0, validator=validators.ge(0))
     full_cost: float = field(default=1.0, validator=validators.ge(0))
-    balance_cost: float = field(default=0.25, validator=validators.ge(0))
+    queue_cost: float = field(default=0.25, validator=validators.ge(0))
+    balance_cost: float = field(default=0.1, validator=validators.ge(0))
     balance_tokens: int = field(default=1_000_000, converter=integer, validator=positive)
     loans: bool = True

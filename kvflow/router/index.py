@@ -1,7 +1,7 @@
 """ResidencyIndex: which tier of which engine holds which chain block, as KV events tell it."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from attrs import define, field, frozen
@@ -113,9 +113,10 @@ class ResidencyIndex:
         block are left out."""
         held = {name: dict.fromkeys(self.tiers, 0) for name in self._bits}
         alive = dict(self._bits)
-        for holders, n in _runs(self._holders.get(block, 0) for block in hashes):
+        for holders, run in groupby(map(self._holders.get, hashes)):
+            n = len(list(run))
             for name, bits in tuple(alive.items()):
-                tier = next((tier for tier, bit in bits.items() if holders & bit), None)
+                tier = next((t for t, bit in bits.items() if (holders or 0) & bit), None)
                 if tier is None:
                     del alive[name]
                 else:
@@ -127,9 +128,3 @@ class ResidencyIndex:
             for name, tiers in held.items()
             if (total := sum(tiers.values()))
         }
-
-
-def _runs(values: Iterator[int]) -> Iterator[tuple[int, int]]:
-    """Equal neighbours as (value, how many)."""
-    for value, run in groupby(values):
-        yield value, len(list(run))

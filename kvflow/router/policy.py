@@ -9,6 +9,7 @@ from kvflow.router.config import ROLES, EngineInfo, Load, RouterConfig, RouterEr
 from kvflow.router.events import KVEvents
 from kvflow.router.index import ResidencyIndex
 from kvflow.router.load import EngineAccount, age
+from kvflow.router.order import EventOrder
 from kvflow.router.prices import Loan, Pair, Prices, Prompt
 
 
@@ -44,6 +45,7 @@ class Router:
     config: RouterConfig
     index: ResidencyIndex = field(init=False)
     _accounts: dict[str, EngineAccount] = field(init=False, factory=dict)
+    _orders: dict[str, EventOrder] = field(init=False, factory=dict)
     _routes: dict[str, Route] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -68,12 +70,14 @@ class Router:
             )
         self.index.add_engine(info.name)
         self._accounts[info.name] = EngineAccount(info)
+        self._orders[info.name] = EventOrder()
 
     def unregister(self, name: str) -> None:
         """Forgets an engine, what it held and what was in flight on it. An unknown one is forgotten
         already."""
         self.index.remove_engine(name)
         self._accounts.pop(name, None)
+        self._orders.pop(name, None)
 
     @property
     def engines(self) -> tuple[EngineInfo, ...]:
@@ -87,8 +91,16 @@ class Router:
 
     def on_events(self, name: str, events: KVEvents) -> None:
         """What a tier of an engine stored and removed. Events of unknown engines are ignored and
-        counted in `index.counts`; see `ResidencyIndex.apply` for the others."""
-        self.index.apply(name, events)
+        counted in `index.counts`; numbered ones wait for those before them."""
+        order = self._orders.get(name)
+        for one in order.accept(events) if order else [events]:
+            self.index.apply(name, one)
+
+    def num_lost(self, name: str) -> int:
+        """Event batches of an engine that never came: what it holds may differ from what is
+        known until it says `cleared` and all it holds. Raises `RouterError` if it is unknown."""
+        self.account(name)
+        return self._orders[name].num_lost
 
     def on_load(self, name: str, load: Load) -> None:
         """What an engine reports of itself; an unknown engine's report is ignored."""

@@ -119,13 +119,14 @@ class Prices:
         loan = self._loan(account, self._of("decode"))
         known = loan.num_tokens if loan else self.prompt.held(account.info.name)
         uncached = self.prompt.num_tokens - known
-        cost = account.queue_tokens + uncached + self._take(account, loan) + self._crowd(account)
+        cost = self._compute(account, uncached) + self._crowd(account)
+        cost += self._take(account, loan, self.config.pull_cost)
         return Offer(account, cost, uncached, loan)
 
     def compute(self, account: EngineAccount, factor: float = 1.0) -> Offer:
         """Computing and generating on one engine, each token of the prompt at `factor`."""
         uncached = self.prompt.num_tokens - self.prompt.held(account.info.name)
-        cost = factor * (account.queue_tokens + uncached) + self._take(account, None)
+        cost = factor * self._compute(account, uncached) + self._take(account)
         return Offer(account, cost + self._run(account) + self._crowd(account), uncached)
 
     def receive(self, account: EngineAccount) -> Offer:
@@ -135,7 +136,8 @@ class Prices:
         loan = self._loan(account, siblings)
         known = loan.num_tokens if loan else self.prompt.held(account.info.name)
         pulled = self.config.pull_cost * (self.prompt.num_tokens - known)
-        cost = pulled + self._take(account, loan) + self._run(account) + self._crowd(account)
+        cost = pulled + self._take(account, loan, self.config.sibling_cost)
+        cost += self._run(account) + self._crowd(account)
         return Offer(account, cost, loan=loan)
 
     def _loan(self, borrower: EngineAccount, lenders: Sequence[EngineAccount]) -> Loan | None:
@@ -150,14 +152,20 @@ class Prices:
 
     # --- terms
 
-    def _take(self, account: EngineAccount, loan: Loan | None) -> float:
+    def _compute(self, account: EngineAccount, uncached: int) -> float:
+        """Computing tokens, and waiting for those ahead."""
+        return uncached + self.config.queue_cost * account.queue_tokens
+
+    def _take(
+        self, account: EngineAccount, loan: Loan | None = None, loan_cost: float = 0.0
+    ) -> float:
         """Restoring what lies in slower tiers, and pulling what is borrowed."""
         name = account.info.name
         hit = self.prompt.hits.get(name)
         tiers = hit.tiers if hit else {}
         restored = sum(self.config.tier_costs[tier] * n for tier, n in tiers.items())
         borrowed = loan.num_tokens - self.prompt.held(name) if loan else 0
-        return restored * self.prompt.block_size + self.config.pull_cost * borrowed
+        return restored * self.prompt.block_size + loan_cost * borrowed
 
     def _run(self, account: EngineAccount) -> float:
         """What the requests that an engine runs already cost one more."""
