@@ -7,6 +7,7 @@ from kvflow.testing.conversion import ConversionTags
 from kvflow.testing.law import LawError, MakeCache, Move, check_law
 from kvflow.testing.operators import check_fetch, check_operator, on_threads
 from kvflow.testing.oracle import Cell, cells, deal, page_cells, tag
+from kvflow.testing.pairs import Covering, covering_rows, pairs_of
 from kvflow.testing.strategies import (
     Case,
     arrangements,
@@ -26,6 +27,7 @@ __all__ = [
     "Case",
     "Cell",
     "ConversionTags",
+    "Covering",
     "LawError",
     "MakeCache",
     "Move",
@@ -37,11 +39,13 @@ __all__ = [
     "check_law",
     "check_operator",
     "check_reduce_scatter",
+    "covering_rows",
     "deal",
     "layouts",
     "on_threads",
     "page_cells",
     "pagings",
+    "pairs_of",
     "placements",
     "rearranged",
     "scatter_on_threads",
