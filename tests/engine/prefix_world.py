@@ -49,14 +49,24 @@ def reference_rows(one, kv_dtype):
 
 @define(eq=False)
 class Arrivals:
-    """Endpoint factory of a world: keeps the rows of every pulled request, in order."""
+    """Endpoint factory of a world: keeps the rows of the request that a decode rank has pulled
+    last, those included that it had already; `take` puts them into `rows`."""
 
     rows: list = field(factory=list)
+    last: dict | None = None
     caches: dict = field(factory=dict)
 
     def make(self, cache, fabric):
-        self.caches[threading.current_thread().name] = cache
-        return _Watched(cache, fabric, self)
+        name = threading.current_thread().name
+        self.caches[name] = cache
+        if name.startswith("decode"):
+            return _Watched(cache, fabric, self)
+        return LocalEndpoint(cache, fabric)
+
+    def take(self):
+        """A request has ended that was alone."""
+        self.rows.append(self.last)
+        self.last = None
 
 
 class _Watched(LocalEndpoint):
@@ -66,7 +76,7 @@ class _Watched(LocalEndpoint):
 
     def pull(self, bound, dst_rank, peers, *, timeout, verify=False):
         report = super().pull(bound, dst_rank, peers, timeout=timeout, verify=verify)
-        self.arrivals.rows.append(rows_of(bound.dst, self.cache, bound.plan.tokens[1]))
+        self.arrivals.last = rows_of(bound.dst, self.cache, bound.plan.tokens[1])
         return report
 
 
@@ -97,11 +107,12 @@ def reusable(prompts, prompt, block, shifted, sampled):
     return best
 
 
-async def in_turn(deployment, requests):
+async def in_turn(deployment, requests, arrivals):
     """(tokens, cached tokens) of requests that are served one after the other."""
     said = []
     for one in requests:
         outputs = await collect(deployment, one)
+        arrivals.take()
         said.append(([o.token for o in outputs], outputs[0].cached_tokens))
         await asyncio.sleep(0)
     return said
@@ -146,7 +157,7 @@ async def rounds(launch, requests, arrivals):
     """What a deployment answers to requests one after the other, then to all of them at once, and
     the tokens it says it reused, by tier."""
     async with world(launch, arrivals) as deployment:
-        said = await in_turn(deployment, requests)
+        said = await in_turn(deployment, requests, arrivals)
         await assert_idle(deployment, -(-launch.decode_kv_tokens // launch.decode_block))
         again = [evolve(one, request_id="again-" + one.request_id) for one in requests]
         together = await serve_all(deployment, again)

@@ -22,7 +22,7 @@ from engine_world import (
 
 from kvflow.engine.api import InvalidRequest, Overloaded
 from kvflow.engine.decode.worker import DecodeWorker
-from kvflow.engine.messages import Admit, Source, TransferEnded
+from kvflow.engine.messages import Admit, TransferEnded
 from kvflow.errors import KvflowError
 
 IDS = tuple(range(3, 43))
@@ -224,14 +224,16 @@ def test_d06_late_and_unknown_acknowledgements_change_nothing():
             generator = deployment.generate(one)
             await anext(generator)
             for message in (
-                TransferEnded("nobody", [0], None, None),
-                TransferEnded("nobody", [], None, "never begun"),
-                TransferEnded("a", [7], None, None),
+                TransferEnded("nobody", "prefill-0", [0], None, None),
+                TransferEnded("nobody", "prefill-0", [], None, "never begun"),
+                TransferEnded("nobody", "elsewhere", [0], None, None),
+                TransferEnded("a", "prefill-0", [7], None, None),
             ):
                 deployment._handle("decode-0", message)
             assert len([o async for o in generator]) == 3
-            deployment._handle("decode-0", TransferEnded("a", [0], {"verified": True}, None))
-            deployment._handle("decode-0", TransferEnded("a", [], None, None))
+            for ranks, report in (([0], {"verified": True}), ([], None)):
+                late = TransferEnded("a", "prefill-0", ranks, report, None)
+                deployment._handle("decode-0", late)
             await assert_idle(deployment, blocks(config()))
             assert await deployment.healthy()
 
@@ -305,7 +307,7 @@ def test_overload_is_said_and_passes():
 # --- failures
 
 
-@pytest.mark.parametrize("rank", ["prefill-0", "prefill-1", "decode-0"])
+@pytest.mark.parametrize("rank", ["prefill-0", "prefill-0.1", "decode-0"])
 def test_a_rank_that_raises_fails_every_request_and_the_health(rank, monkeypatch):
     """The next step on it raises: a prefill rank's cache loses a component, a decode rank's hand
     fails."""
@@ -345,22 +347,20 @@ class Tampering:
 
     def send(self, name, message):
         if isinstance(message, Admit):
-            source = message.source
-            source = Source(source.tables, source.length, "f" * len(source.digest))
-            message = msgspec.structs.replace(message, source=source)
+            (source,) = message.sources
+            source = msgspec.structs.replace(source, digest="f" * len(source.digest))
+            message = msgspec.structs.replace(message, sources=[source])
         self.hub.send(name, message)
-
-    async def receive(self):
-        return await self.hub.receive()
 
 
 def test_a_tampered_source_fails_its_request_only():
     async def run():
         async with world(config()) as deployment:
-            honest, deployment.hub = deployment.hub, Tampering(deployment.hub)
+            honest = deployment.hub
+            deployment.journeys.hub = Tampering(honest)
             with pytest.raises(KvflowError, match="the sender ffff"):
                 await collect(deployment, request("a", IDS))
-            deployment.hub = honest
+            deployment.journeys.hub = honest
             assert await deployment.healthy()
             assert len(await collect(deployment, request("b", IDS))) == 4
             await assert_idle(deployment, blocks(config()))
@@ -416,7 +416,7 @@ def test_closing_ends_requests_that_still_run():
     async def run():
         async with world(config()) as deployment:
             task = asyncio.create_task(collect(deployment, request("a", IDS, greedy(200))))
-            await until(lambda: deployment._live)
+            await until(lambda: deployment.journeys.live)
         with pytest.raises(KvflowError, match="the engine is closed"):
             await asyncio.wait_for(task, 10)
 

@@ -26,6 +26,30 @@ GRID = [
 ]
 
 
+def _pairs(combination):
+    return set(itertools.combinations(enumerate(combination), 2))
+
+
+def _pairwise(grid):
+    """Few of the combinations, with every pair of values of two options that any of them has: each
+    time the one with the most new pairs."""
+    chosen, missing = [], set().union(*map(_pairs, grid))
+    while missing:
+        best = max(grid, key=lambda one: len(_pairs(one) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+FEW = _pairwise(GRID)
+
+
+def test_the_few_combinations_have_every_pair_of_values():
+    assert len(FEW) <= 16 < len(GRID)
+    pairs = [p for one in GRID for p in itertools.combinations(enumerate(one), 2)]
+    assert set(pairs) == {p for one in FEW for p in itertools.combinations(enumerate(one), 2)}
+
+
 async def _serve(launch, prompts, ranks=None):
     async with world(launch, ranks) as deployment:
         requests = [request(k, ids, greedy(len(out))) for k, (ids, out) in prompts.items()]
@@ -44,10 +68,14 @@ def _assert_exact(outputs, prompts):
         assert reports[0]["verified"] is True
 
 
-@pytest.mark.parametrize(("pcp", "dcp", "interleave", "prefill_block", "decode_block"), GRID)
+@pytest.mark.parametrize(
+    ("pcp", "dcp", "interleave", "prefill_block", "decode_block"),
+    [one if one in FEW else pytest.param(*one, marks=pytest.mark.slow) for one in GRID],
+)
 def test_tokens_equal_transformers(pcp, dcp, interleave, prefill_block, decode_block, prompts):
-    """All prompts on all layouts. All 32 tokens at interleave 3, the first 8 elsewhere: what a
-    layout does to a request is done once its first pages are decoded."""
+    """All prompts on all layouts; every pair of values is tried before the slow tier. All 32
+    tokens at interleave 3, the first 8 elsewhere: what a layout does to a request is done once its
+    first pages are decoded."""
     if interleave != 3:
         prompts = {name: (ids, out[:8]) for name, (ids, out) in prompts.items()}
     launch = config(
@@ -95,8 +123,9 @@ def test_byte_comparison_sees_one_flipped_byte(prompts):
     few = {"p12": (prompts["p12"][0], prompts["p12"][1][:3])}
     asyncio.run(_serve(config(pcp=2, dcp=2, kv_dtype="fp8"), few, ranks))
     bound, target = ranks.pulls[0], ranks.caches["decode-0"]
-    sources = {r: ranks.caches[f"prefill-{r}"] for r in range(2)}
-    assert differing_cells(bound.src, sources, bound.dst, target) == []
+    sources = {r: ranks.caches[name] for r, name in enumerate(("prefill-0", "prefill-0.1"))}
+    tokens = bound.plan.tokens
+    assert differing_cells(bound.src, sources, bound.dst, target, tokens) == []
     scale = next(
         cell
         for cell in cells(bound.dst.layout, bound.dst, (7, 8), ("indexer.4",))
@@ -104,5 +133,5 @@ def test_byte_comparison_sees_one_flipped_byte(prompts):
     )
     view = target.pages["indexer.4"]
     view.memory[view.offset + scale.block_id * view.block_stride + scale.at[0]] ^= 1
-    wrong = differing_cells(bound.src, sources, bound.dst, target)
+    wrong = differing_cells(bound.src, sources, bound.dst, target, tokens)
     assert [(w[1:]) for w in wrong] == [("indexer.4", "scale", 7)]

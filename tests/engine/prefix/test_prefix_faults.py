@@ -169,7 +169,7 @@ def test_fault_d16_a_request_in_its_last_step_is_not_preempted():
         await task
         source = ranks.engine.source("a")
         assert len(source.tables["kv"]) == 3
-        assert source.length == 10
+        assert source.stop == 10
 
     asyncio.run(run())
 
@@ -248,7 +248,7 @@ def one_bit(data):
 @settings(max_examples=EXAMPLES)
 def test_fault_i05_a_hash_of_one_bit_serves_no_wrong_row(world, script):
     def weaken(ranks):
-        ranks.engine.kv._hasher = evolve(ranks.engine.kv._hasher, digest=one_bit)
+        ranks.engine.kv.hasher = evolve(ranks.engine.kv.hasher, digest=one_bit)
 
     asyncio.run(run_script(world, script, weaken))
 
@@ -257,8 +257,8 @@ def test_fault_i05_a_hash_of_one_bit_serves_no_wrong_row(world, script):
 def test_fault_i05_block_tokens_alone_do_not_prove_a_hit(tokens):
     """All hashes are one: a block equal to another in another place is no hit."""
     ranks = SymbolicRanks(block=2, num_blocks=30, host_units=30)
-    hasher = ranks.engine.kv._hasher
-    ranks.engine.kv._hasher = evolve(hasher, digest=lambda data: b"")
+    hasher = ranks.engine.kv.hasher
+    ranks.engine.kv.hasher = evolve(hasher, digest=lambda data: b"")
     prompt = tuple(tokens)
     swapped = (*prompt[2:4], *prompt[:2], *prompt[4:])
     cached = served(ranks, prompt, swapped)[1]

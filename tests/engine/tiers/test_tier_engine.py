@@ -114,7 +114,7 @@ def test_tokens_rows_and_hits_through_the_disk_tier(launch, prompts):
         async with world(launch, arrivals) as deployment:
             said = []
             for one in requests:
-                said += await in_turn(deployment, [one])
+                said += await in_turn(deployment, [one], arrivals)
                 await settled(deployment)
             return said, dict(deployment.prefill.kv.num_reused)
 
