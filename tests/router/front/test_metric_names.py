@@ -1,6 +1,7 @@
 """K07: a metric's name says of what and in which unit, and what fails is counted."""
 
 import re
+from pathlib import Path
 
 from front_servers import routed
 from front_world import CachingEngine, log_of
@@ -46,6 +47,8 @@ def test_k07_every_name_has_a_scope_and_a_unit(tokenizer):
     ]
     assert not wrong
     assert len(families) == 14 + 12
+    page = (Path(__file__).parents[3] / "docs" / "router-front.md").read_text()
+    assert not [one.name for one in front if f"`{one.name}" not in page]
     for one in front:  # what is said of a server bears its name
         if one.name.startswith("kvflow_router_server_"):
             assert all("server" in sample.labels for sample in one.samples)

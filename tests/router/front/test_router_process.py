@@ -13,6 +13,8 @@ from front_servers import FakeServer
 from front_world import BLOCK, CachingEngine, until
 from launch_world import alive, children
 
+from kvflow import cli
+
 pytestmark = pytest.mark.processes
 PROMPT = [5 + n % 200 for n in range(4 * BLOCK)]
 
@@ -85,15 +87,17 @@ def test_two_calls_with_one_prefix_then_ctrl_c(tokenizer, tokenizer_dir, number)
         probe.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
 
 
-def test_what_cannot_be_is_refused_in_one_line(tokenizer_dir):
-    async def refused(*flags):
-        async with router(*flags) as process:
-            said = (await process.stdout.read()).decode()
-            return await process.wait(), said
-
-    flags = ("--model", str(tokenizer_dir), "--server", "tcp://127.0.0.1:1")
-    code, said = asyncio.run(refused(*flags))
-    assert code == 2
-    assert said == (
-        "kvflow router: server 'tcp://127.0.0.1:1', must be http://host[:port][/path]\n"
-    )
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("--server", "tcp://a:1"), "server 'tcp://a:1', must be http://host[:port][/path]"),
+        (("--health-interval", "0"), "--health-interval = 0.0, must be above 0"),
+        (("--model", "none"), "cannot read none/tokenizer.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tokenizer_dir, capsys, changed, said):
+    flags = ("--model", str(tokenizer_dir), "--server", "http://a:1", "--port", "0", *changed)
+    assert cli.main(["router", *flags]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"kvflow router: {said}")
+    assert line.count("\n") == 1
