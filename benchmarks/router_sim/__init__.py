@@ -1,0 +1,1 @@
+"""A simulated deployment that serves recorded agent sessions, to compare rules of routing."""

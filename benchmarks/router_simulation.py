@@ -1,0 +1,129 @@
+"""Rules of routing on recorded agent sessions, in a simulated deployment.
+
+    python benchmarks/router_simulation.py
+
+Replays the sessions of tests/fixtures/traces in fleets of 4 + 4 and 8 + 8 engines whose tiers hold
+25 % and 100 % of the working set, under round-robin, least-loaded, session affinity, and kvflow's
+router told of everything half a second late or at once. Prints one table a fleet and size.
+docs/router.md says what is simulated and what the columns mean. Time is simulated, so the numbers
+are the same on any machine; it takes half an hour of one core.
+"""
+
+import argparse
+import gc
+from collections.abc import Callable
+from multiprocessing import Pool
+from pathlib import Path
+
+import numpy as np
+from attrs import evolve, frozen
+from router_sim.report import Report, ratios, report
+from router_sim.rules import Kvflow, LeastLoaded, RoundRobin, SessionAffinity
+from router_sim.setting import Setting
+from router_sim.traces import load, read
+from router_sim.world import Rule, World
+
+from kvflow.router.config import RouterConfig
+
+TRACES = Path(__file__).parents[1] / "tests/fixtures/traces/weka_cc_cut.jsonl.gz"
+MAX_THINK = 60.0
+TARGET = 1.3
+
+RULES: dict[str, Callable[[Setting], Rule]] = {
+    "round-robin": lambda setting: RoundRobin(),
+    "least-loaded": lambda setting: LeastLoaded(),
+    "session affinity": lambda setting: SessionAffinity(),
+    "kvflow": lambda setting: Kvflow.of(setting, config(setting), late=True),
+    "kvflow, exact state": lambda setting: Kvflow.of(setting, config(setting), late=False),
+    "kvflow without loans": lambda setting: Kvflow.of(
+        setting, evolve(config(setting), loans=False), late=True
+    ),
+}
+
+
+def config(setting: Setting) -> RouterConfig:
+    """kvflow's defaults; recent work is what the fleet can compute in half a minute."""
+    tokens = int(30 * setting.prefill_rate * setting.num_prefill)
+    return RouterConfig(setting.block_size, balance_tokens=tokens)
+
+
+@frozen
+class Case:
+    setting: Setting
+    rule: str
+    traces: Path
+    copies: int
+
+
+def run(case: Case) -> tuple[Case, Report]:
+    gc.disable()  # millions of names that live to the end
+    sessions = load(read(case.traces), case.copies, MAX_THINK, case.setting.block_size)
+    world = World(case.setting, RULES[case.rule](case.setting), sessions).run()
+    return case, report(world)
+
+
+def working_set(traces: Path, num_sessions: int, block_size: int) -> int:
+    """Distinct tokens of all prompts of the first sessions."""
+    sessions = load(read(traces), -(-num_sessions // 119), MAX_THINK, block_size)
+    blocks = {
+        block for one in sessions[:num_sessions] for turn in one.walk() for block in turn.chain
+    }
+    return len(blocks) * block_size
+
+
+HEAD = (
+    "| rule | requests | hits | hits, of exact | load, whole run | load, median window "
+    "| load, worst window | windows above 1.3 | busy | TTFT p50 / p90 / p99 |\n" + "|---" * 10 + "|"
+)
+
+
+def row(name: str, found: Report, exact: Report) -> str:
+    by_window = ratios(found.computed)
+    p50, p90, p99 = np.percentile(found.ttft, [50, 90, 99])
+    cells = (
+        name,
+        f"{found.num_requests:,}",
+        f"{found.hit_share:.2%}",
+        f"{found.hit_share / exact.hit_share:.4f}",
+        f"{found.load_ratio:.3f}",
+        f"{np.median(by_window):.2f}",
+        f"{by_window.max():.2f}",
+        f"{(by_window > TARGET).sum()} of {len(by_window)}",
+        f"{found.utilisation:.0%}",
+        f"{p50:.2f} / {p90:.1f} / {p99:.1f} s",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--fleets", type=int, nargs="+", default=[4, 8], help="engines of a kind")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 1.0])
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--seconds", type=float, default=1200.0)
+    parser.add_argument("--live", type=int, default=48, help="sessions at a time, per engine")
+    parser.add_argument("--delay", type=float, default=0.5, help="of what the router is told")
+    parser.add_argument("--jobs", type=int, default=1)
+    args = parser.parse_args()
+    rules = dict.fromkeys([*args.rules, "kvflow, exact state"])
+    with Pool(args.jobs, maxtasksperchild=1) as pool:
+        for num in args.fleets:
+            live = args.live * num
+            drawn = live + int(live * args.seconds / 1500)
+            tokens = working_set(args.traces, drawn, 256)
+            for share in args.shares:
+                setting = Setting(num, num, live, int(share * tokens), delay=args.delay)
+                setting = evolve(setting, seconds=args.seconds)
+                cases = [Case(setting, rule, args.traces, 1 + drawn // 80) for rule in rules]
+                found = {c.rule: r for c, r in pool.imap_unordered(run, cases)}
+                print(
+                    f"\n{num} prefill and {num} decode engines, {live} sessions at a time; tiers "
+                    f"of {share:.0%} of a working set of {tokens / 1e6:.1f}M tokens\n\n{HEAD}"
+                )
+                exact = found["kvflow, exact state"]
+                print("\n".join(row(rule, found[rule], exact) for rule in rules), flush=True)
+
+
+if __name__ == "__main__":
+    main()
