@@ -487,7 +487,7 @@ def test_a_damaged_file_is_recomputed(tmp_path):
         await first.close()
         second = ranks_on(tmp_path)
         disk = second.engine.tiers.traffic.disk
-        chain = second.engine.kv._hasher.chain(range(37))
+        chain = second.engine.kv.hasher.chain(range(37))
         file = disk.find(chain, 5, chain.following(5))
         os.truncate(file.path, file.start)
         reused = await second.serve("a", range(37))
