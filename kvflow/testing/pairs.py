@@ -50,7 +50,8 @@ def covering_rows(
     rule holds. `include`: assignments of some factors, each of which must occur too.
 
     Raises `ValueError` for fewer than two factors, one without values or with the same value
-    twice, a rule or an inclusion of what is no factor, and one that no lawful row has.
+    twice, rules that no row keeps, a rule or an inclusion of what is no factor, and an inclusion
+    that no lawful row has.
 
     >>> covering = covering_rows(
     ...     {"ranks": [1, 2], "dealt": [False, True], "draft": [0, 3]},
@@ -170,7 +171,9 @@ class _Search:
     factors: dict[str, tuple[Hashable, ...]]
     rules: list[tuple[tuple[str, ...], Callable[..., bool]]]
     tied: dict[str, tuple[str, ...]]
-    _known: dict[frozenset[tuple[str, Hashable]], bool] = field(factory=dict)
+    _known: dict[tuple[tuple[str, ...], frozenset[tuple[str, Hashable]]], bool] = field(
+        factory=dict
+    )
 
     @classmethod
     def of(
@@ -186,7 +189,11 @@ class _Search:
         for names, _ in named:
             if unknown := set(names) - set(values):
                 raise ValueError(f"a rule names {sorted(unknown)}, factors are {list(values)}")
-        return cls(values, named, _tied(values, [names for names, _ in named]))
+        search = cls(values, named, _tied(values, [names for names, _ in named]))
+        for group in set(search.tied.values()):
+            if not search._ends({}, group):
+                raise ValueError(f"no values of {list(group)} keep every rule")
+        return search
 
     def extends(self, row: Mapping[str, Hashable], *changed: str) -> bool:
         """Whether a lawful row has all of `row`, which without its `changed` factors, by default
@@ -198,7 +205,7 @@ class _Search:
         )
 
     def _ends(self, row: Row, group: tuple[str, ...]) -> bool:
-        key = frozenset(row.items())
+        key = group, frozenset(row.items())
         if key not in self._known:
             self._known[key] = self._lawful(row) and self._continues(row, group)
         return self._known[key]
