@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from attrs import define, field
 
 from kvflow.engine.api import Request
-from kvflow.engine.blocks import Holding
 from kvflow.engine.messages import BlockCopy, UnitRows
 from kvflow.engine.prefix.cache import Lease, PrefixCache, Tables, Trail
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.prefix.hashes import Chain, PrefixHasher
+from kvflow.engine.prefix.pool import Holding
 from kvflow.engine.tiers.manager import Tiers
 from kvflow.layouts.identity import ContentIdentity
 from kvflow.layouts.layout import KVLayout

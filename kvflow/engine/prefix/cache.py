@@ -5,11 +5,10 @@ from functools import partial
 
 from attrs import define, field, frozen
 
-from kvflow.engine.blocks import Holding
 from kvflow.engine.messages import BlockCopy
 from kvflow.engine.prefix.hashes import Chain
 from kvflow.engine.prefix.index import Match, Named, Node, PrefixIndex
-from kvflow.engine.prefix.pool import SharedBlockPool
+from kvflow.engine.prefix.pool import Holding, SharedBlockPool
 from kvflow.errors import KvflowError
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.paging import num_entries, num_full_entries, open_spans

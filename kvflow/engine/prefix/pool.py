@@ -5,9 +5,9 @@ from typing import Literal
 
 from attrs import define, field
 
-from kvflow.engine.blocks import Holding
 from kvflow.errors import CapacityError, KvflowError
 
+Holding = Literal["used", "pinned", "quarantined"]
 State = Holding | Literal["cached"]
 _STRONGEST: tuple[Holding, ...] = ("quarantined", "used", "pinned")
 
