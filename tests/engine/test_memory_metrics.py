@@ -46,7 +46,7 @@ def test_a_rank_stores_its_share_of_the_context(pcp, dcp, interleave, block):
         kv_dtype="float64", dtype="float64", prefix=PrefixConfig(block_size=1),
     )  # fmt: skip
     blocks = _served(launch, 101, max_tokens=1)["kvflow_prefill_blocks"]
-    held = blocks["kv", "cached"] * block
+    held = blocks["prefill-0", "kv", "cached"] * block
     assert 101 / dcp - 1 <= held < 101 / dcp + interleave + block
 
 
