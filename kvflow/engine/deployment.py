@@ -24,6 +24,7 @@ from kvflow.engine.messages import (
     Gauges,
     Generated,
     KVChanged,
+    LayersDone,
     Lent,
     PullRows,
     PushRows,
@@ -173,6 +174,8 @@ class Deployment:
                 engine = self.prefills[self._engine_of[name]]
                 engine.on_step_done(message)
                 self.routing.prefill_changed(engine)
+            case LayersDone():
+                self.prefills[self._engine_of[name]].on_layers_done(message)
             case RowsPulled():
                 self.prefills[self._engine_of[name]].on_rows_pulled(message)
             case TransferEnded():

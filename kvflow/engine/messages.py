@@ -75,6 +75,15 @@ class StepDone(Struct, frozen=True, tag=True):
     move_seconds: float = 0.0
 
 
+class LayersDone(Struct, frozen=True, tag=True):
+    """From a prefill rank: its part of the first `num_layers` layers of the step that runs is in
+    its blocks."""
+
+    step_id: int
+    rank: int
+    num_layers: int
+
+
 class AttachTier(Struct, frozen=True, tag=True):
     """To a prefill rank: map the host tier's memory, units of `unit_size` tokens."""
 
@@ -105,13 +114,15 @@ class Connect(Struct, frozen=True, tag=True):
 
 
 class PullRows(Struct, frozen=True, tag=True):
-    """To a rank: bring the positions [start, stop) of a request from a source into these blocks."""
+    """To a rank: bring the positions [start, stop) of a request from a source into these blocks,
+    of these components; of none named, of all."""
 
     request_id: str
     source: Source
     start: int
     stop: int
     tables: dict[str, list[int]]
+    components: list[str] = []
 
 
 class RowsPulled(Struct, frozen=True, tag=True):
@@ -134,6 +145,7 @@ class PushRows(Struct, frozen=True, tag=True):
     stop: int
     tables: dict[str, list[int]]
     target: dict[str, list[int]]
+    components: list[str] = []
 
 
 class RowsPushed(Struct, frozen=True, tag=True):
@@ -154,6 +166,7 @@ class AskPush(Struct, frozen=True, tag=True):
     start: int
     stop: int
     target: dict[str, list[int]]
+    components: list[str] = []
 
 
 class Pushed(Struct, frozen=True, tag=True):
@@ -181,12 +194,13 @@ class Admit(Struct, frozen=True, tag=True):
 
 
 class Readable(Struct, frozen=True, tag=True):
-    """To a decode engine: the positions below `stop` of a request are computed; with the last of
-    them comes the first token."""
+    """To a decode engine: the positions below `stop` of a request are computed, or of the last of
+    them only the first `num_layers` layers; with the last position comes the first token."""
 
     request_id: str
     stop: int
     first_token: int | None = None
+    num_layers: int | None = None
 
 
 class Lend(Struct, frozen=True, tag=True):
@@ -301,6 +315,7 @@ ToRank = (
 FromRank = (
     Ready
     | StepDone
+    | LayersDone
     | RowsPulled
     | RowsPushed
     | AskPush

@@ -1,7 +1,7 @@
 """Mover: what a rank brings into its cache from other engines' ranks, and into theirs from its
 own, on a thread of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -82,7 +82,7 @@ class Mover:
         """On the transfer thread."""
         source = pull.source
         peer = self._peer(pull.request_id, source.engine)
-        plan = plan_transfer(peer.layout, self.layout, (pull.start, pull.stop))
+        plan = _plan(peer.layout, self.layout, (pull.start, pull.stop), pull.components)
         bound = BoundPlan(
             plan,
             Binding.of(peer.layout, source.tables, peer.num_blocks, pull.stop),
@@ -100,7 +100,7 @@ class Mover:
         """On the transfer thread."""
         peer = self._peer(push.request_id, push.reader)
         bound = BoundPlan(
-            plan_transfer(self.layout, peer.layout, (push.start, push.stop)),
+            _plan(self.layout, peer.layout, (push.start, push.stop), push.components),
             Binding.of(self.layout, push.tables, self.num_blocks, push.stop),
             Binding.of(peer.layout, push.target, peer.num_blocks, 0),
         )
@@ -125,6 +125,13 @@ class Mover:
         """Drops transfers that have not begun, and waits for the one under way: what it writes
         into is freed afterwards. An endpoint whose transport can recall it makes that short."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _plan(src: KVLayout, dst: KVLayout, tokens: tuple[int, int], components: Sequence[str]) -> Plan:
+    """Of these components, or of all if none are named."""
+    moved = components or dst.spec.names
+    absent = set(dst.spec.names) - set(moved)
+    return plan_transfer(src, dst, tokens, components=moved, absent=absent)
 
 
 def _ended(moves: "dict[str, Future[TransferReport]]") -> list[Ended]:

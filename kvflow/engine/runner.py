@@ -1,6 +1,6 @@
 """StepRunner: one rank's part of a step, the same for prefill ranks and decode ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.sharding import Replicated
 from kvflow.models.glm import Glm
+from kvflow.models.kvstep import KVStep
 from kvflow.transfers.executors.base import RankCache
 
 
@@ -42,6 +43,10 @@ class StepPlan:
     draws: Draws
 
 
+def _unwatched(step: KVStep) -> KVStep:
+    return step
+
+
 @define(eq=False)
 class StepRunner:
     """Runs steps of a model over one rank's cache. `deal` says which rank computes which queries;
@@ -53,6 +58,8 @@ class StepRunner:
     comm: Comm
     deal: Deal
     tp: Comm = field(factory=LocalComm)
+    watch: Callable[[KVStep], KVStep] = _unwatched
+    """Wraps the cache of each step."""
     counters: SpecCounters = field(init=False, factory=SpecCounters)
     _kept: KeptStates = field(init=False, factory=KeptStates)
     drafter: Drafter = field(init=False)
@@ -131,7 +138,7 @@ class StepRunner:
         rows = plan.rows
         tokens = rows.tokens(self.drafter.draft(plan.items, plan.passes, self._kept))
         mtp = frozenset(self.memory.layout.spec.select(part="mtp"))
-        kv = self.memory.open(plan.requests, mtp)
+        kv = self.watch(self.memory.open(plan.requests, mtp))
         hidden = self.model.forward(tokens, rows.segments, kv, self.comm, self.tp)
         place = rows.sampled_rows
         ends = hidden.index_select(0, place)

@@ -40,10 +40,11 @@ class LaunchConfig:
     ranks of a group, and a multiple of the smaller. ``num_drafts`` tokens a decode step tries. With
     ``hisparse`` latent KV of decode lies on the host, and its hot part on the device in at most
     ``hisparse_device_nbytes``. There are ``prefill_engines``, each of its own ranks. With
-    ``streaming`` decode reads a prompt's rows while it is computed, with ``loans`` engines take
-    what decode engines hold of a prompt, and a decode engine may compute ``local_prefill_tokens``
-    of one itself. ``transfer`` says who moves a prompt's rows: its reader or who computed it.
-    Raises `LayoutError` for values that are wrong for every model;
+    ``streaming`` decode reads a prompt's rows while it is computed, step by step or every
+    ``stream_layers`` layers of a step too; with ``loans`` engines take what decode engines hold of
+    a prompt, and a decode engine may compute ``local_prefill_tokens`` of one itself. ``transfer``
+    says who moves a prompt's rows: its reader or who computed it. Raises `LayoutError` for values
+    that are wrong for every model;
     `kvflow.launch.checks.check_launch` holds them against this one."""
 
     model: Path = field(converter=Path)
@@ -79,6 +80,7 @@ class LaunchConfig:
     loans: bool = True
     local_prefill_tokens: int = field(default=0, converter=integer, validator=not_negative)
     transfer: Direction = "pull"
+    stream_layers: int = field(default=0, converter=integer, validator=not_negative)
 
     def __attrs_post_init__(self) -> None:
         for name, choices in (

@@ -66,6 +66,8 @@ WORDS: Mapping[str, Words] = {
     "prefill_engines": Words("prefill engines, each of `pcp` x `tp` ranks", "engines"),
     "streaming": Words("decode reads the rows of a prompt while it is still computed"),
     "loans": Words("engines take from decode engines what those hold of a prompt"),
+    "transfer": Words("who moves a prompt's rows: decode ranks pull, or prefill ranks push"),
+    "stream_layers": Words("how many layers of a step are told to be readable at a time; 0: all"),
     "local_prefill_tokens": _rows("most of a prompt that a decode group may compute itself"),
     "prefix.enabled": Words(
         "reuse the KV of prompts that begin alike", "", ("--enable-prefix-caching",)

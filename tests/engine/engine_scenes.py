@@ -107,6 +107,7 @@ def between(draw, aim, prefill_size):
         "streaming": draw(st.booleans()),
         "loans": draw(st.sampled_from([True, True, False])),
         "local_prefill_tokens": draw(st.sampled_from([0, 0, 8, 40])),
+        "stream_layers": draw(st.sampled_from([0, 0, 1, 2])),
         "transfer": draw(st.sampled_from(["pull", "push"])),
     }
 

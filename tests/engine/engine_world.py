@@ -122,7 +122,9 @@ class Ranks:
     def compare(self, bound, peers, target):
         by_name = {e.name: self.caches[rank] for rank, e in self.endpoints.items()}
         sources = {r: by_name[name] for r, name in peers.items()}
-        self.wrong += differing_cells(bound.src, sources, bound.dst, target, bound.plan.tokens)
+        names = [name for part in bound.plan.parts for name in part.components]
+        tokens = bound.plan.tokens
+        self.wrong += differing_cells(bound.src, sources, bound.dst, target, tokens, names)
 
 
 class WatchedEndpoint(LocalEndpoint):
@@ -140,10 +142,12 @@ class WatchedEndpoint(LocalEndpoint):
         return report
 
 
-def differing_cells(src, sources, dst, target, tokens):
+def differing_cells(src, sources, dst, target, tokens=None, names=None):
     """(component, field, token) of every cell of these tokens that the target rank holds otherwise
     than some source replica, by the oracle's arithmetic, which deals tokens one by one."""
-    names, here = src.layout.spec.names, {}
+    names = names or src.layout.spec.names
+    tokens = tokens or (0, src.lengths[names[0]])
+    here = {}
     for cell in cells(dst.layout, dst, tokens, names):
         if cell.rank != target.rank:
             continue

@@ -24,6 +24,7 @@ from kvflow.engine.messages import (
     TransferEnded,
 )
 from kvflow.engine.moves import Mover
+from kvflow.engine.prefill.telling import components_of
 from kvflow.errors import KvflowError, PlanError
 
 
@@ -90,7 +91,8 @@ class Desk:
             self.mailbox.send(RequestFailed(admit.request_id, str(error)))
             return
         first = [] if admit.first_token is None else [admit.first_token]
-        incoming = Incoming(admit.sources, plans, admit.readable)
+        names = self.kv.layout.spec.names
+        incoming = Incoming(admit.sources, plans, admit.readable, tuple(names))
         work = Decoding(admit, incoming, self._num_admitted, [*admit.prompt, *first])
         self._requests.append(work)
         self._num_admitted += 1
@@ -113,6 +115,10 @@ class Desk:
         """More of a prompt is computed. Requests that have left already are no error."""
         for work in self._requests:
             if work.request_id == message.request_id:
+                if message.num_layers is not None:
+                    names = components_of(self.kv.layout.spec, message.num_layers)
+                    work.incoming.may_begin(message.stop, names)
+                    return
                 work.incoming.readable = message.stop
                 if message.first_token is not None:
                     work.tokens.append(message.first_token)
@@ -151,12 +157,11 @@ class Desk:
             part = work.incoming.next_part(1 if pushed else num_ranks)
             if part is None:
                 continue
-            source, start, stop = part
+            rows = part.start, part.stop, work.tables, list(part.components)
             if pushed:
-                ask = AskPush(work.request_id, source.engine, start, stop, work.tables)
-                self.mailbox.send(ask)
+                self.mailbox.send(AskPush(work.request_id, part.source.engine, *rows))
             else:
-                pulls.append(PullRows(work.request_id, source, start, stop, work.tables))
+                pulls.append(PullRows(work.request_id, part.source, *rows))
         return pulls
 
     def pushed(self, message: Pushed) -> Decoding | None:

@@ -137,12 +137,14 @@ class Journeys:
             raise Unavailable(self.failure)
         return first
 
-    def _readable(self, engine: PrefillEngine, work: Request, live: Live, stop: int) -> None:
+    def _readable(
+        self, engine: PrefillEngine, work: Request, live: Live, stop: int, num_layers: int | None
+    ) -> None:
         """Rows of a prompt that is not computed yet can be read."""
-        if live.is_admitted:
-            self.hub.send(live.route.decode, Readable(work.request_id, stop))
-        else:
-            self._admit(work, live, [engine.source(work.request_id)], stop)
+        if not live.is_admitted:
+            self._admit(work, live, [engine.source(work.request_id)], 0)
+        told = Readable(work.request_id, stop, num_layers=num_layers)
+        self.hub.send(live.route.decode, told)
 
     def _hand_over(self, engine: PrefillEngine, work: Request, live: Live, first: Sampled) -> None:
         length = len(work.prompt)

@@ -15,6 +15,7 @@ from attrs import define, field
 from kvflow.engine.api import InvalidRequest, Overloaded, Request
 from kvflow.engine.messages import (
     AskPush,
+    LayersDone,
     PullRows,
     PushRows,
     RowsPulled,
@@ -133,7 +134,8 @@ class PrefillEngine:
         if work is None or not work.unread:
             raise KvflowError(f"request {request_id!r} has no reader in {self.name!r} to push to")
         tables = work.kv.tables
-        self.send(PushRows(request_id, reader, ask.start, ask.stop, tables, ask.target))
+        rows = ask.start, ask.stop, tables, ask.target, ask.components
+        self.send(PushRows(request_id, reader, *rows))
 
     def acknowledge(self, request_id: str, src_ranks: Sequence[int]) -> None:
         """The reader will read these source ranks no more. Late and repeated ones are ignored."""
@@ -197,6 +199,10 @@ class PrefillEngine:
     def on_step_done(self, answer: StepDone) -> None:
         """Takes one rank's answer; with the last one the step ends and the next one starts."""
         self.steps.on_step_done(answer)
+
+    def on_layers_done(self, answer: LayersDone) -> None:
+        """Takes one rank's word; when all have said it, readers are told."""
+        self.steps.on_layers_done(answer)
 
     def on_rows_pulled(self, answer: RowsPulled) -> None:
         """Takes one rank's answer to rows that it should pull."""

@@ -3,12 +3,14 @@
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvflow.engine.mailbox import Mailbox
 from kvflow.engine.messages import (
     AttachTier,
     Connect,
     Gauges,
+    LayersDone,
     PullRows,
     PushRows,
     RankFailed,
@@ -20,6 +22,7 @@ from kvflow.engine.messages import (
     StepDone,
 )
 from kvflow.engine.moves import Mover
+from kvflow.engine.prefill.telling import TellingStep
 from kvflow.engine.prefix.rows import RowCopier
 from kvflow.engine.runner import StepRunner
 from kvflow.engine.tiers.rows import UnitPort
@@ -29,8 +32,11 @@ from kvflow.layouts.wire import layout_to_wire
 _POLL_S = 0.001
 
 
-def serve_prefill(runner: StepRunner, mover: Mover, mailbox: Mailbox) -> None:
-    """A prefill rank: runs the steps it is given, and pulls rows meanwhile, until `Shutdown`."""
+def serve_prefill(
+    runner: StepRunner, mover: Mover, mailbox: Mailbox, stream_layers: int = 0
+) -> None:
+    """A prefill rank: runs the steps it is given, and moves rows meanwhile, until `Shutdown`. Tells
+    every `stream_layers` layers of a step what can be read (0: only when it ends)."""
     memory, num_blocks, endpoint = runner.memory, mover.num_blocks, mover.endpoint
     rows = RowCopier(memory.layout, memory.cache, num_blocks)
     layout = layout_to_wire(memory.layout)
@@ -52,6 +58,12 @@ def serve_prefill(runner: StepRunner, mover: Mover, mailbox: Mailbox) -> None:
                     case AttachTier():
                         port = UnitPort.attach(memory.layout, memory.cache, num_blocks, message)
                     case RunStep():
+                        if stream_layers:
+                            tell = partial(_tell, mailbox, message.step_id, runner.comm.rank)
+                            spec = memory.layout.spec
+                            runner.watch = partial(
+                                TellingStep, spec=spec, every=stream_layers, tell=tell
+                            )
                         mailbox.send(_run_step(runner, rows, port, message))
                         mailbox.send(Gauges(dict(memory.gauges), dict(memory.totals)))
                     case _:
@@ -63,6 +75,10 @@ def serve_prefill(runner: StepRunner, mover: Mover, mailbox: Mailbox) -> None:
                     mailbox.send(RowsPulled(name, runner.comm.rank, report, error))
                 for name, report, error in mover.pushed():
                     mailbox.send(RowsPushed(name, runner.comm.rank, report, error))
+
+
+def _tell(mailbox: Mailbox, step_id: int, rank: int, num_layers: int) -> None:
+    mailbox.send(LayersDone(step_id, rank, num_layers))
 
 
 def _run_step(

@@ -10,11 +10,12 @@ from kvflow.engine.messages import RowsPulled, Source
 from kvflow.engine.prefill.kv import RequestKV
 from kvflow.engine.sampling import Sampled
 
-OnReadable = Callable[[int], None]
-"""Called while a prompt is computed: rows of positions below this one can be read."""
+OnReadable = Callable[[int, int | None], None]
+"""Called while a prompt is computed: rows of positions below this one can be read; with a number,
+those that the running step computes only in the first so many layers."""
 
 
-def nobody(stop: int) -> None:
+def nobody(stop: int, num_layers: int | None = None) -> None:
     """Nobody reads before the prompt is computed."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from attrs import define, field
 
 from kvflow.engine.messages import (
+    LayersDone,
     PullRows,
     PushRows,
     RowsPulled,
@@ -43,6 +44,8 @@ class StepScheduler:
     running: list[Prefilling] = field(init=False, factory=list)
     _step: list[tuple[Prefilling, int]] = field(init=False, factory=list)
     _answers: dict[int, StepDone] = field(init=False, factory=dict)
+    _layers: dict[int, int] = field(init=False, factory=dict)
+    _told: int = field(init=False, default=0)
 
     def add(self, work: Prefilling) -> None:
         """The request waits for its turn."""
@@ -110,7 +113,7 @@ class StepScheduler:
         work.end_loan()
         self.running.append(work)
         if readable := self.kv.readable(work.kv, work.done):
-            work.on_readable(readable)
+            work.on_readable(readable, None)
 
     def _borrow(self, work: Prefilling, source: Source) -> None:
         """All ranks bring the rows behind what is known here into the request's blocks."""
@@ -170,6 +173,7 @@ class StepScheduler:
         sampled = {k: s for a in answers.values() for k, s in a.sampled.items()}
         refused = {name for a in answers.values() for name in a.refused}
         step, self._step = self._step, []
+        self._layers, self._told = {}, 0
         for work, count in step:
             work.done += count
             work.in_step = False
@@ -181,6 +185,22 @@ class StepScheduler:
                 self._settle(work, sampled.get(name))
         self.schedule_seconds += time.perf_counter() - began
         self.schedule()
+
+    def on_layers_done(self, answer: LayersDone) -> None:
+        """Takes one rank's word. When all have said so much of the step that runs, readers are
+        told; but not of requests that may have to begin anew."""
+        if answer.step_id != self.num_steps or not self._step:
+            return
+        self._layers[answer.rank] = answer.num_layers
+        if len(self._layers) < self.num_ranks:
+            return
+        num_layers = min(self._layers.values())
+        if num_layers <= self._told:
+            return
+        self._told = num_layers
+        for work, count in self._step:
+            if not (work.is_over or work.preempted or work.kv.load):
+                work.on_readable(work.done + count, num_layers)
 
     def _settle(self, work: Prefilling, sampled: Sampled | None) -> None:
         """What the step computed is known from now on; then the request goes its way."""
@@ -198,7 +218,7 @@ class StepScheduler:
         elif work.preempted:
             self._restart(work)
         else:
-            work.on_readable(work.done)
+            work.on_readable(work.done, None)
 
     def _stop(self, work: Prefilling) -> None:
         """Nobody wants it: it computes no more, and is freed unless somebody still reads."""
