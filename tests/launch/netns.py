@@ -38,8 +38,9 @@ class Host:
     pid: int
 
     def command(self, *words: str) -> list[str]:
-        """A command line that runs `words` in this host."""
-        return [*_enter(self.pid, "--user", "--net", "--pid", "--ipc", "--mount", "--uts"), *words]
+        """A command line that runs `words` in this host, in the working directory it is run in."""
+        spaces = ["--user", "--net", "--pid", "--ipc", "--mount", "--uts"]
+        return [*_enter(self.pid, *spaces, "--wd=."), *words]
 
     def run(self, *words: str) -> str:
         """What a short command in this host prints."""

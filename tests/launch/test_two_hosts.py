@@ -6,8 +6,8 @@ import re
 import signal
 
 import pytest
-from netns import WIRE, NoNamespacesError, in_host, two_hosts
-from two_hosts_world import TCP, World, transports, words_of
+from netns import WIRE, NoNamespacesError, two_hosts
+from two_hosts_world import FRONT, TCP, World, transports
 
 pytestmark = pytest.mark.processes
 
@@ -96,14 +96,12 @@ def test_a_loss_ends_every_program_with_a_reason(world, loss):
     w.start_engine("decode-0", [w.b])
     w.wait_for("front", "another")
     if loss == "rank":
-        (pid,) = w.ranks(w.b, "prefill-0")
-        os.kill(pid, signal.SIGKILL)
+        os.kill(w.find(w.b, "prefill-0"), signal.SIGKILL)
     elif loss == "front":
-        (pid,) = [p for p in in_host(w.a) if any("two_hosts_front" in x for x in words_of(p))]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(w.find(w.a, FRONT), signal.SIGKILL)
     else:
         w.a.run("ip", "link", "set", WIRE, "down")
-    codes = w.wait(90)
+    codes = w.wait(120)
     assert 0 not in [codes["front"], codes["prefill-0@0"], codes["prefill-0@1"]]
     who, why = {  # the first to notice tells: a collective breaks, or a connection falls silent
         "rank": ("front", r"ranks \['prefill-0\.1'\] are lost|'prefill-0' failed: .*198\.51"),
@@ -117,7 +115,7 @@ def test_a_loss_ends_every_program_with_a_reason(world, loss):
 @pytest.mark.slow
 def test_what_does_not_fit_says_so_and_the_front_names_who_is_missing(world):
     w = world("--pcp 2 --dcp 2")
-    w.start_front(timeout=25)
+    w.start_front(timeout=45)
     other = w.scratch / "other-key"
     other.write_bytes(b"0123456789abcdef")
     w.start_engine("prefill-0", [w.a])  # one rank of two

@@ -25,7 +25,7 @@ async def main(address, key_file, result, timeout, end, *flags):
         prompts = fixture_prompts()
         if end == "lost":
             while True:
-                await collect(deployment, "endless", prompts["p48"][0], 400)
+                await collect(deployment, "endless", prompts["p48"][0], 80)
                 print("another", flush=True)
         served = await asyncio.gather(
             *(collect(deployment, name, ids, len(out)) for name, (ids, out) in prompts.items())

@@ -13,7 +13,9 @@ from launch_world import TINY
 from netns import WIRE, in_host
 
 HERE = Path(__file__).parent
+_TORCHRUN = {"torch.distributed.run", "--nproc-per-node"}
 FRONT_PORT, STORE_PORT = 5555, 29500
+FRONT = str(HERE / "two_hosts_front.py")
 SIZES = "--max-model-len 512 --prefill-kv-tokens 1024 --decode-kv-tokens 1024"
 FLAGS = f"--model {TINY} --kv-dtype float32 --max-num-batched-tokens 64 --verify-transfers {SIZES}"
 
@@ -31,12 +33,15 @@ class World:
         self.result = scratch / "result.json"
 
     def start(self, host, name, *words, **environ):
+        self.start_words(host, name, sys.executable, *words, **environ)
+
+    def start_words(self, host, name, *words, **environ):
         env = {n: v for n, v in os.environ.items() if not n.startswith(("UCX_", "GLOO_"))}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environ
         env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
         with self.log(name).open("w") as log:
             self.programs[name] = subprocess.Popen(
-                host.command(sys.executable, *words),
+                host.command(*words),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -45,8 +50,8 @@ class World:
                 start_new_session=True,
             )
 
-    def start_front(self, *, until="served", timeout=90):
-        words = [str(HERE / "two_hosts_front.py"), self.front_address, str(self.key)]
+    def start_front(self, *, until="served", timeout=180):
+        words = [FRONT, self.front_address, str(self.key)]
         self.start(self.a, "front", *words, str(self.result), str(timeout), until, *self.flags)
 
     def start_engine(self, engine, hosts, *extra, per_host=1):
@@ -74,7 +79,7 @@ class World:
     def logs(self):
         return "\n".join(f"--- {n}\n{self.log(n).read_text()[-6000:]}" for n in self.programs)
 
-    def wait(self, seconds=150):
+    def wait(self, seconds=240):
         """The exit status of every program, once all have ended."""
         end = time.monotonic() + seconds
         while any(program.poll() is None for program in self.programs.values()):
@@ -82,7 +87,7 @@ class World:
             time.sleep(0.05)
         return {name: program.returncode for name, program in self.programs.items()}
 
-    def wait_for(self, name, text, seconds=90):
+    def wait_for(self, name, text, seconds=180):
         """Until a program has written `text`."""
         end = time.monotonic() + seconds
         while text not in self.log(name).read_text():
@@ -97,10 +102,13 @@ class World:
         """Processes of a host besides its first one."""
         return {h.name: [pid for pid in in_host(h) if pid != h.pid] for h in (self.a, self.b)}
 
-    def ranks(self, host, engine):
-        """Python processes of an engine's ranks in a host, as numbered here."""
+    def find(self, host, word):
+        """The one process in a host, as numbered here, that `word` is an argument of the command
+        line of; torchrun's own do not count."""
         words = {pid: words_of(pid) for pid in in_host(host)}
-        return [p for p, w in words.items() if engine in w and "torch.distributed.run" not in w]
+        found = [p for p, w in words.items() if word in w and not _TORCHRUN & set(w)]
+        assert len(found) == 1, (found, self.logs())
+        return found[0]
 
     def end(self):
         for program in self.programs.values():
