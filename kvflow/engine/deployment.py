@@ -179,7 +179,7 @@ class Deployment:
             case RowsPulled():
                 self.prefills[self._engine_of[name]].on_rows_pulled(message)
             case TransferEnded():
-                self.journeys.transfer_ended(message)
+                self.journeys.transfer_ended(name, message)
             case Generated(request_id) | RequestFailed(request_id):
                 self.journeys.decoded_event(request_id, message)
             case AskPush():

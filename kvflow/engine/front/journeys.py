@@ -13,7 +13,7 @@ from attrs import define, field
 
 from kvflow.engine.api import Request, TokenOutput, Unavailable
 from kvflow.engine.finish import finish_reason
-from kvflow.engine.front.lenders import Lenders
+from kvflow.engine.front.lenders import Lenders, loan_id
 from kvflow.engine.front.live import Live, output
 from kvflow.engine.front.pushing import Pushing
 from kvflow.engine.front.routing import Routing
@@ -51,13 +51,13 @@ class Journeys:
 
     # --- what ranks say
 
-    def transfer_ended(self, message: TransferEnded) -> None:
-        """A decode engine reads a source no more: the prompt's blocks, or a sibling's."""
+    def transfer_ended(self, reader: str, message: TransferEnded) -> None:
+        """A decode engine reads a source no more: the prompt's blocks, or a sibling's. The request
+        may have gone."""
         live = self.live.get(message.request_id)
         engine = self.prefills.get(message.engine)
         if engine is None:
-            if live is not None and live.loan is not None:
-                live.loan.end()
+            self.lenders.end(loan_id(message.request_id, reader))
             return
         if live is not None and message.report is not None:
             live.report = message.report | {"engine": message.engine, "num_held": message.num_held}

@@ -15,6 +15,11 @@ from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.handshake import Agreement, agree
 
 
+def loan_id(request_id: str, borrower: str) -> str:
+    """How a loan is known."""
+    return f"{request_id}>{borrower}"
+
+
 @define(eq=False)
 class Lenders:
     """`layouts` are those of all engines, by name. A loan is known by its request and borrower."""
@@ -27,23 +32,23 @@ class Lenders:
 
     async def borrow(self, request: Request, lender: str, borrower: str) -> Loan | None:
         """What `lender` has of a prompt; None if it has nothing any more."""
-        loan_id = f"{request.request_id}>{borrower}"
+        name = loan_id(request.request_id, borrower)
         future: asyncio.Future[Lent] = asyncio.get_running_loop().create_future()
-        self._asked[loan_id], self._running[loan_id] = future, lender
+        self._asked[name], self._running[name] = future, lender
         try:
-            self.hub.send(lender, Lend(loan_id, list(request.prompt), request.cache_salt))
+            self.hub.send(lender, Lend(name, list(request.prompt), request.cache_salt))
             lent = await future
         except BaseException:
-            self.end(loan_id)
+            self.end(name)
             raise
         finally:
-            del self._asked[loan_id]
+            del self._asked[name]
         if not lent.length:
-            del self._running[loan_id]
+            del self._running[name]
             return None
         plan = self._agreement(lender, borrower).plan((0, lent.length))
         source = Source(lender, lent.tables, 0, lent.length, plan.digest)
-        return Loan(source, partial(self.end, loan_id))
+        return Loan(source, partial(self.end, name))
 
     def _agreement(self, lender: str, borrower: str) -> Agreement:
         if (lender, borrower) not in self._terms:
@@ -56,10 +61,11 @@ class Lenders:
         if message.loan_id in self._asked and not self._asked[message.loan_id].done():
             self._asked[message.loan_id].set_result(message)
 
-    def end(self, loan_id: str) -> None:
-        """The lender need not keep the rows any more; a second time nothing happens."""
-        if (lender := self._running.pop(loan_id, None)) is not None:
-            self.hub.send(lender, EndLoan(loan_id))
+    def end(self, name: str) -> None:
+        """The lender of a loan, known by its id, need not keep the rows any more; a second time
+        nothing happens."""
+        if (lender := self._running.pop(name, None)) is not None:
+            self.hub.send(lender, EndLoan(name))
 
     def fail(self, error: KvflowError) -> None:
         """No lender answers any more."""
