@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+START_TIMEOUT_S = 600.0
+"""For many ranks on few cores; a rank that ends is seen at once."""
+
 # Every spawned rank imports this file too, so what only the front needs is imported in `run`.
 
 MODEL = Path(__file__).parent / "models" / "tiny-glm-python"
@@ -113,7 +116,9 @@ def _world(options: ServeOptions) -> "contextlib.AbstractAsyncContextManager[Dep
 
         print(f"waiting for its ranks at {options.listen}", flush=True)
         return joined_deployment(launch, options.listen, read_key(options.key_file))
-    return (thread_deployment if launch.transport == "in-process" else process_deployment)(launch)
+    if launch.transport == "in-process":
+        return thread_deployment(launch)
+    return process_deployment(launch, start_timeout=START_TIMEOUT_S)
 
 
 def _sum_up(engine: "Deployment") -> None:
