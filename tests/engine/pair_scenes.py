@@ -53,7 +53,7 @@ FACTORS = {
     "prefix": ("off", "device", "host", "disk"),
     "hit_block": (NONE, "block", 4),
     "transfer": ("pull", "push"),
-    "streaming": (False, True),
+    "streaming": ("off", "steps", "layers"),
     "loans": (NONE, False, True),
     "local_prefill_tokens": (0, 9),
 }
@@ -120,7 +120,7 @@ def launch_of(row, directory):
     sizes = {"tight": MAX_LEN, "ample": 3 * MAX_LEN}
     same = ("pcp", "tp", "prefill_block", "max_num_batched_tokens", "prefill_engines")
     same += ("decode_ranks", "decode_tp", "decode_dcp", "decode_block", "max_num_seqs")
-    same += ("num_drafts", "transfer", "streaming", "local_prefill_tokens")
+    same += ("num_drafts", "transfer", "local_prefill_tokens")
     launch = config(
         **{name: row[name] for name in same},
         dcp=dcp_of(row["pcp"], row["tp"], row["dcp"]),
@@ -131,6 +131,8 @@ def launch_of(row, directory):
         decode_access=_access(row, "decode_"),
         decode_kv_tokens=sizes[row["decode_kv"]],
         hisparse=row["hisparse"] != "off",
+        streaming=row["streaming"] != "off",
+        stream_layers=2 if row["streaming"] == "layers" else 0,
         loans=row["loans"] in (NONE, True),
         prefix=_prefix(row, directory),
         **_common(row),

@@ -83,6 +83,12 @@ def test_what_is_included_occurs(model, data):
     assert _pairs(covering.rows, factors) == _pairs(every, factors)
 
 
+def test_what_is_included_stays_though_its_pairs_are_met_elsewhere():
+    factors = {name: [0, 1] for name in "abc"}
+    every = _every_row(factors, [])
+    assert sorted(map(str, covering_rows(factors, include=every).rows)) == sorted(map(str, every))
+
+
 @given(models())
 def test_no_row_is_spare(model):
     factors, rules = model
