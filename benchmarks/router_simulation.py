@@ -6,7 +6,7 @@ Replays the sessions of tests/fixtures/traces in fleets of 4 + 4 and 8 + 8 engin
 25 % and 100 % of the working set, under round-robin, least-loaded, session affinity, and kvflow's
 router told of everything half a second late or at once. Prints one table a fleet and size.
 docs/router.md says what is simulated and what the columns mean. Time is simulated, so the numbers
-are the same on any machine; it takes half an hour of one core.
+are the same on any machine; it takes ten minutes of one core.
 """
 
 import argparse
@@ -16,17 +16,18 @@ from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 from router_sim.report import Report, ratios, report
 from router_sim.rules import Kvflow, LeastLoaded, RoundRobin, SessionAffinity
 from router_sim.setting import Setting
-from router_sim.traces import load, read
+from router_sim.traces import Session, load, read
 from router_sim.world import Rule, World
 
 from kvflow.router.config import RouterConfig
 
 TRACES = Path(__file__).parents[1] / "tests/fixtures/traces/weka_cc_cut.jsonl.gz"
 MAX_THINK = 60.0
+EXACT = "kvflow, exact state"
 TARGET = 1.3
 
 RULES: dict[str, Callable[[Setting], Rule]] = {
@@ -34,7 +35,7 @@ RULES: dict[str, Callable[[Setting], Rule]] = {
     "least-loaded": lambda setting: LeastLoaded(),
     "session affinity": lambda setting: SessionAffinity(),
     "kvflow": lambda setting: Kvflow.of(setting, config(setting), late=True),
-    "kvflow, exact state": lambda setting: Kvflow.of(setting, config(setting), late=False),
+    EXACT: lambda setting: Kvflow.of(setting, config(setting), late=False),
     "kvflow without loans": lambda setting: Kvflow.of(
         setting, evolve(config(setting), loans=False), late=True
     ),
@@ -47,27 +48,16 @@ def config(setting: Setting) -> RouterConfig:
     return RouterConfig(setting.block_size, balance_tokens=tokens)
 
 
-@frozen
-class Case:
-    setting: Setting
-    rule: str
-    traces: Path
-    copies: int
+_SESSIONS: list[Session] = []  # of this process and those it forks
 
 
-def run(case: Case) -> tuple[Case, Report]:
-    gc.disable()  # millions of names that live to the end
-    sessions = load(read(case.traces), case.copies, MAX_THINK, case.setting.block_size)
-    world = World(case.setting, RULES[case.rule](case.setting), sessions).run()
-    return case, report(world)
+def run(setting: Setting, rule: str) -> tuple[str, Report]:
+    return rule, report(World(setting, RULES[rule](setting), _SESSIONS).run())
 
 
-def working_set(traces: Path, num_sessions: int, block_size: int) -> int:
-    """Distinct tokens of all prompts of the first sessions."""
-    sessions = load(read(traces), -(-num_sessions // 119), MAX_THINK, block_size)
-    blocks = {
-        block for one in sessions[:num_sessions] for turn in one.walk() for block in turn.chain
-    }
+def working_set(block_size: int) -> int:
+    """Distinct tokens of all prompts."""
+    blocks = {block for one in _SESSIONS for turn in one.walk() for block in turn.chain}
     return len(blocks) * block_size
 
 
@@ -101,28 +91,28 @@ def main() -> None:
     parser.add_argument("--fleets", type=int, nargs="+", default=[4, 8], help="engines of a kind")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 1.0])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
-    parser.add_argument("--seconds", type=float, default=1200.0)
-    parser.add_argument("--live", type=int, default=48, help="sessions at a time, per engine")
+    parser.add_argument("--seconds", type=float, default=900.0)
+    parser.add_argument("--live", type=int, default=40, help="sessions at a time, per engine")
     parser.add_argument("--delay", type=float, default=0.5, help="of what the router is told")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
-    rules = dict.fromkeys([*args.rules, "kvflow, exact state"])
-    with Pool(args.jobs, maxtasksperchild=1) as pool:
-        for num in args.fleets:
-            live = args.live * num
-            drawn = live + int(live * args.seconds / 1500)
-            tokens = working_set(args.traces, drawn, 256)
-            for share in args.shares:
-                setting = Setting(num, num, live, int(share * tokens), delay=args.delay)
-                setting = evolve(setting, seconds=args.seconds)
-                cases = [Case(setting, rule, args.traces, 1 + drawn // 80) for rule in rules]
-                found = {c.rule: r for c, r in pool.imap_unordered(run, cases)}
-                print(
-                    f"\n{num} prefill and {num} decode engines, {live} sessions at a time; tiers "
-                    f"of {share:.0%} of a working set of {tokens / 1e6:.1f}M tokens\n\n{HEAD}"
-                )
-                exact = found["kvflow, exact state"]
-                print("\n".join(row(rule, found[rule], exact) for rule in rules), flush=True)
+    rules = dict.fromkeys([*args.rules, EXACT])
+    gc.disable()  # millions of names that live to the end
+    for num in args.fleets:
+        _SESSIONS[:] = load(read(args.traces), -(-3 * num // 4), MAX_THINK, 256)
+        tokens = working_set(256)
+        for share in args.shares:
+            setting = Setting(num, num, args.live * num, int(share * tokens))
+            setting = evolve(setting, delay=args.delay, seconds=args.seconds)
+            print(
+                f"\n{num} prefill and {num} decode engines, {setting.live} sessions at a time of "
+                f"{len(_SESSIONS)}; tiers of {share:.0%} of a working set of {tokens / 1e6:.1f}M "
+                f"tokens\n\n{HEAD}",
+                flush=True,
+            )
+            with Pool(args.jobs, maxtasksperchild=1) as pool:
+                found = dict(pool.starmap(run, [(setting, rule) for rule in rules], chunksize=1))
+            print("\n".join(row(rule, found[rule], found[EXACT]) for rule in rules), flush=True)
 
 
 if __name__ == "__main__":

@@ -64,3 +64,8 @@ class Tiers:
     def put(self, chain: Chain) -> None:
         for tier in self.tiers:
             tier.put(chain)
+
+    def touch(self, chain: Chain) -> None:
+        """Uses what is held of a chain."""
+        for tier in self.tiers:
+            tier.put(chain[: tier.num_held(chain)])

@@ -60,6 +60,10 @@ class Engine:
         return max(lent, self.held(job.chain, job.num_tokens))
 
     def submit(self, job: "Job") -> None:
+        """What is held of a prompt, here and by its lender, is in use from now on."""
+        self.tiers.touch(job.chain)
+        if job.lender is not None:
+            job.lender.tiers.touch(job.chain)
         self._jobs.append(job)
         self._start()
 

@@ -24,16 +24,16 @@ class Setting:
     num_decode: int
     live: int
     tier_tokens: int
-    prefill_rate: float = 16_000.0
+    prefill_rate: float = 14_000.0
     restore_rate: float = 400_000.0
     pull_rate: float = 400_000.0
-    local_rate: float = 8_000.0
+    local_rate: float = 7_000.0
     token_time: float = 0.02
     token_time_more: float = 0.0005
     device_share: float = 0.25
     delay: float = 0.5
-    seconds: float = 1200.0
-    warm_up: float = 300.0
+    seconds: float = 900.0
+    warm_up: float = 240.0
     block_size: int = 256
     seed: int = 0
 

@@ -70,6 +70,6 @@ class RouterConfig:
     request_cost: float = field(default=256.0, validator=validators.ge(0))
     full_cost: float = field(default=1.0, validator=validators.ge(0))
     queue_cost: float = field(default=0.25, validator=validators.ge(0))
-    balance_cost: float = field(default=0.1, validator=validators.ge(0))
+    balance_cost: float = field(default=0.3, validator=validators.ge(0))
     balance_tokens: int = field(default=1_000_000, converter=integer, validator=positive)
     loans: bool = True
