@@ -161,7 +161,7 @@ class ZmqHub:
 
     async def receive_bytes(self) -> tuple[str, bytes]:
         name, data = await self._socket.recv_multipart()
-        return name.decode(), data
+        return name.decode(errors="backslashreplace"), data  # a peer may bear any name
 
     def close(self) -> None:
         self._socket.close()

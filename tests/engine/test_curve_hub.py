@@ -88,6 +88,20 @@ def test_the_fronts_key_alone_is_not_enough():
     asyncio.run(run())
 
 
+def test_a_holder_of_the_secret_may_bear_any_name():
+    async def run():
+        async with hub_of(OURS) as hub, contextlib.AsyncExitStack() as stack:
+            context = stack.enter_context(zmq.Context())
+            nameless = stack.enter_context(context.socket(zmq.DEALER))
+            nameless.set(zmq.IDENTITY, b"\xff\x00")
+            OURS.present(nameless)
+            nameless.connect(hub.address)
+            nameless.send(b"x")
+            assert await asyncio.wait_for(hub.receive_bytes(), 20) == ("\\xff\x00", b"x")
+
+    asyncio.run(run())
+
+
 def test_a_plain_peer_is_not_heard():
     async def run():
         async with hub_of(OURS) as hub:
