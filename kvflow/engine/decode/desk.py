@@ -86,9 +86,9 @@ class Desk:
             self._check_fits(admit)
         except KvflowError as error:
             self.counters["refused"] += 1
+            self.mailbox.send(RequestFailed(admit.request_id, str(error)))  # why, before that
             for source in admit.sources:
                 self._ended(admit.request_id, source.engine, [], None, str(error))
-            self.mailbox.send(RequestFailed(admit.request_id, str(error)))
             return
         first = [] if admit.first_token is None else [admit.first_token]
         names = self.kv.layout.spec.names
