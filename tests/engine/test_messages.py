@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from typing import get_args
 
 import msgspec
 import pytest
@@ -13,25 +14,32 @@ from kvflow.engine.mailbox import ThreadHub, ZmqHub, ZmqMailbox
 from kvflow.engine.messages import (
     Abort,
     Admit,
+    AskPush,
     AttachTier,
     Connect,
     EndLoan,
+    FromRank,
     Gauges,
     Generated,
     KVChanged,
+    LayersDone,
     Lend,
     Lent,
     PullRows,
+    Pushed,
+    PushRows,
     RankFailed,
     Readable,
     Ready,
     RequestFailed,
     RowsPulled,
+    RowsPushed,
     RunStep,
     Shutdown,
     Source,
     StepDone,
     StepItem,
+    ToRank,
     TransferEnded,
     decode_from_rank,
     decode_to_rank,
@@ -79,27 +87,24 @@ sources = st.builds(Source, names, tables, places, places, names)
 values = st.dictionaries(names, st.integers(0, 2**40) | names | st.lists(names), max_size=3)
 exports = st.dictionaries(st.integers(0, 99), st.binary(max_size=9), max_size=2)
 salts = st.none() | names
-to_rank = st.one_of(
-    st.builds(RunStep, places, st.lists(items, max_size=3)),
-    st.builds(AttachTier, names, places, places),
-    st.builds(Connect, names, values, counts, exports),
-    st.builds(PullRows, names, sources, places, places, tables),
-    st.builds(
-        Admit,
-        names,
-        ids,
-        st.none() | st.integers(0, 2**31),
-        sampling,
-        st.lists(sources, max_size=2),
-        places,
-        salts,
-    ),
-    st.builds(Readable, names, places, st.none() | st.integers(0, 2**31)),
-    st.builds(Lend, names, ids, salts),
-    st.builds(EndLoan, names),
-    st.builds(Abort, names),
-    st.just(Shutdown()),
-)
+parts = st.lists(names, max_size=2)
+token = st.none() | st.integers(0, 2**31)
+ended = st.none() | values, st.none() | names
+TO_RANK = {
+    RunStep: (places, st.lists(items, max_size=3)),
+    AttachTier: (names, places, places),
+    Connect: (names, values, counts, exports),
+    PullRows: (names, sources, places, places, tables, parts),
+    PushRows: (names, names, places, places, tables, tables, parts),
+    Admit: (names, ids, token, sampling, st.lists(sources, max_size=2), places, salts),
+    Readable: (names, places, token, st.none() | st.integers(0, 99)),
+    Pushed: (names, *ended),
+    Lend: (names, ids, salts),
+    EndLoan: (names,),
+    Abort: (names,),
+    Shutdown: (),
+}
+to_rank = st.one_of(*(st.builds(kind, *of) for kind, of in TO_RANK.items()))
 hashes = st.lists(st.binary(max_size=9), max_size=2)
 events = st.builds(
     KVEvents,
@@ -109,34 +114,28 @@ events = st.builds(
     st.booleans(),
     st.none() | places,
 )
-from_rank = st.one_of(
-    st.builds(Ready, values, counts, names, exports),
-    st.builds(
-        StepDone,
-        st.integers(0, 99),
-        st.integers(0, 9),
-        st.dictionaries(names, sampled),
-        st.floats(0, 9),
-        st.lists(names, max_size=2),
-        st.floats(0, 9),
-    ),
-    st.builds(RowsPulled, names, st.integers(0, 9), st.none() | values, st.none() | names),
-    st.builds(Generated, names, sampled, st.none() | st.sampled_from(["stop", "length"]), places),
-    st.builds(
-        TransferEnded,
-        names,
-        names,
-        st.lists(st.integers(0, 9)),
-        st.none() | values,
-        st.none() | names,
-        places,
-    ),
-    st.builds(RequestFailed, names, names, st.booleans()),
-    st.builds(Lent, names, tables, places),
-    st.builds(KVChanged, events),
-    st.builds(Gauges, numbers, numbers),
-    st.builds(RankFailed, names),
-)
+rank = st.integers(0, 99)
+FROM_RANK = {
+    Ready: (values, counts, names, exports),
+    StepDone: (rank, rank, st.dictionaries(names, sampled), st.floats(0, 9), parts),
+    LayersDone: (places, rank, rank),
+    RowsPulled: (names, rank, *ended),
+    RowsPushed: (names, rank, *ended),
+    AskPush: (names, names, places, places, tables, parts),
+    Generated: (names, sampled, st.none() | st.sampled_from(["stop", "length"]), places),
+    TransferEnded: (names, names, st.lists(rank), *ended, places),
+    RequestFailed: (names, names, st.booleans()),
+    Lent: (names, tables, places),
+    KVChanged: (events,),
+    Gauges: (numbers, numbers),
+    RankFailed: (names,),
+}
+from_rank = st.one_of(*(st.builds(kind, *of) for kind, of in FROM_RANK.items()))
+
+
+def test_every_message_is_tried():
+    assert set(TO_RANK) == set(get_args(ToRank))
+    assert set(FROM_RANK) == set(get_args(FromRank))
 
 
 @given(to_rank)
