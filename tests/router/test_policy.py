@@ -74,6 +74,16 @@ def test_fault_k01_a_stale_report_does_not_hide_what_was_just_sent():
     assert {router.account(n).num_requests for n in names(router, "both")} == {10}
 
 
+@pytest.mark.parametrize("fleet_of", [(1, 4, 0), (0, 0, 4)])
+def test_requests_one_after_the_other_go_round_where_prices_are_equal(fleet_of):
+    prefills, decodes, both = fleet_of
+    router, given = fleet(prefills, decodes, both=both), Counter()
+    for i in range(12):
+        given[router.route(f"{i}", (), 50).decode] += 1
+        router.ended(f"{i}")
+    assert set(given.values()) == {3}
+
+
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=30, max_size=60),
     shared=st.integers(0, 4),
