@@ -65,7 +65,7 @@ class RunStep(Struct, frozen=True, tag=True):
 class StepDone(Struct, frozen=True, tag=True):
     """From a prefill rank: the tokens it sampled, by request, and the seconds it computed and the
     seconds it copied, loaded and stored rows. `refused` names requests whose loads did not hold
-    what they should; they must be computed anew."""
+    what they should; they must be computed anew. `failed` says why requests have no token."""
 
     step_id: int
     rank: int
@@ -73,6 +73,7 @@ class StepDone(Struct, frozen=True, tag=True):
     seconds: float
     refused: list[str] = []
     move_seconds: float = 0.0
+    failed: dict[str, str] = {}
 
 
 class LayersDone(Struct, frozen=True, tag=True):

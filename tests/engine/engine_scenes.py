@@ -1,8 +1,8 @@
 """Drawn deployments for the sweep: every option of both engines, and requests in waves.
 
-A scene has an aim: "any" draws every option freely, "tiers" is bent towards prefixes that come back
-from host and disk, "crowd" towards decode pools in which two requests begin but do not both end, and
-"turns" towards several engines and requests that go on where an earlier one ended.
+A scene has an aim: "any" draws every option freely, "tiers" is bent towards prefixes that come
+back from host and disk, "crowd" towards decode pools in which two requests begin but do not both
+end, and "turns" towards several engines and requests that go on where an earlier one ended.
 """
 
 import numpy as np

@@ -204,7 +204,7 @@ class Desk:
         """The request runs once all its rows and its first token are here."""
         if work.phase is Phase.PULLING and work.incoming.is_whole and work.num_generated:
             work.computed, work.phase = len(work.admit.prompt), Phase.RUNNING
-            self.kv.publish(work)
+            self.kv.publish(work, leaves=False)
 
     def _quarantine(self, work: Decoding, error: str) -> None:
         self.counters["transfer_failures"] += 1

@@ -35,6 +35,7 @@ from kvflow.engine.messages import (
     Pushed,
     Readable,
     Ready,
+    RequestFailed,
     Shutdown,
     ToRank,
 )
@@ -188,7 +189,7 @@ class DecodeEngine:
         self._retired(work)
 
     def _retired(self, work: Decoding) -> None:
-        self.kv.publish(work)
+        self.kv.publish(work, leaves=True)
         self.kv.give_back(work)
         self._retire.append(work.request_id)
 
@@ -245,26 +246,37 @@ class DecodeEngine:
         self.counters["steps"] += 1
         self.counters["model_seconds"] += max(answer.seconds for answer in answers)
         sampled = {k: s for answer in answers for k, s in answer.sampled.items()}
+        failed = {k: why for answer in answers for k, why in answer.failed.items()}
         for work, count, _ in batch:
             tokens = sampled.get(work.request_id, [])
             work.computed += count + max(len(tokens) - 1, 0)
-            self._emit(work, tokens)
+            self._emit(work, tokens, failed.get(work.request_id))
 
-    def _emit(self, work: Decoding, tokens: Sequence[Sampled]) -> None:
-        """Tokens go out one by one; those behind the request's last one are dropped."""
+    def _emit(self, work: Decoding, tokens: Sequence[Sampled], failed: str | None) -> None:
+        """Tokens go out one by one; those behind the request's last one are dropped, and so is
+        why none could follow. A request that has failed leaves nothing that is known."""
         for token in tokens:
             work.tokens.append(token.token)
             self.counters["tokens"] += 1
             sampling = work.admit.sampling
             reason = finish_reason(token.token, work.num_generated, sampling, self.eos_ids)
             cached = work.num_cached if work.is_local and work.num_generated == 1 else 0
+            if reason is not None:  # whoever asks next finds what is left of this one
+                self._leave(work)
+                self._tell_changes()
             self.mailbox.send(Generated(work.request_id, token, reason, cached))
             if reason is not None:
-                self._leave(work)
                 return
+        if failed is not None:
+            self.mailbox.send(RequestFailed(work.request_id, failed))
+            self.kv.forget(work)
+            self._leave(work)
+
+    def _tell_changes(self) -> None:
+        if (changes := self.kv.changes()) is not None:
+            self.mailbox.send(KVChanged(changes))
 
     def _report(self) -> None:
         gauges = self._desk.load() | pool_gauges(self.pools) | self._group_gauges
-        if (changes := self.kv.changes()) is not None:
-            self.mailbox.send(KVChanged(changes))
+        self._tell_changes()
         self.mailbox.send(Gauges(gauges, self.counters | self._group_totals))

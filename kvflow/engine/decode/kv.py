@@ -73,12 +73,18 @@ class DecodeKV:
             work.tables.setdefault(name, []).extend(self.pools[name].allocate(n))
         return True
 
-    def publish(self, work: Decoding) -> None:
+    def publish(self, work: Decoding, *, leaves: bool) -> None:
         """What the request has computed is known from now on. The last row's MTP part depends on a
-        token that must be known, hence at most all tokens but one."""
-        done = min(work.computed, len(work.tokens) - 1)
+        token that must be known, hence at most all tokens but one; and one that goes on writes it
+        once more when it drafts, so its block is nobody else's yet."""
+        done = min(work.computed, len(work.tokens) - 1) - (not leaves)
         chain = self.chain(work.tokens, work.admit.salt)
         self.cache.publish(chain, work.trail, work.tables, done, None)
+
+    def forget(self, work: Decoding) -> None:
+        """Nobody may go by what lies in the request's blocks, that of earlier ones included."""
+        work.trail.ended = True
+        self.cache.forget(work.tables)
 
     def give_back(self, work: Decoding) -> None:
         """The request holds nothing any more."""

@@ -16,6 +16,7 @@ from kvflow.comm.blobs import all_gather_blobs, broadcast_blob
 from kvflow.engine.decode.worker import DecodeWorker
 from kvflow.engine.messages import Connect, PullRows, StepItem
 from kvflow.engine.sampling import Sampled
+from kvflow.engine.spec.pending import StepTokens
 
 
 class Turn(Struct, frozen=True):
@@ -39,11 +40,13 @@ class PullEnded(Struct, frozen=True):
 
 class TurnDone(Struct, frozen=True):
     """From every rank: transfers that ended, whether nothing of failed ones can still arrive, the
-    tokens it sampled by request, the seconds its step took, and its gauges and totals."""
+    tokens it sampled by request, why no token follows those of some, the seconds its step took,
+    and its gauges and totals."""
 
     ended: list[PullEnded]
     quiesced: bool
     sampled: dict[str, list[Sampled]]
+    failed: dict[str, str]
     seconds: float
     gauges: dict[str, float]
     totals: dict[str, float]
@@ -94,10 +97,11 @@ def perform(worker: DecodeWorker, turn: Turn) -> TurnDone:
         worker.retire(request_id)
     for pull in turn.pulls:
         worker.pulls.begin(pull)
-    sampled, seconds = worker.step(turn.items) if turn.items else ({}, 0.0)
+    tokens, seconds = worker.step(turn.items) if turn.items else (StepTokens({}, {}), 0.0)
     ended = [PullEnded(*one) for one in worker.pulls.pulled()]
     quiesced = worker.endpoint.quiesced()
-    return TurnDone(ended, quiesced, sampled, seconds, worker.gauges, worker.totals)
+    said = tokens.sampled, tokens.failed
+    return TurnDone(ended, quiesced, *said, seconds, worker.gauges, worker.totals)
 
 
 def _answers(comm: Comm, done: TurnDone) -> list[TurnDone]:

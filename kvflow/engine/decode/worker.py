@@ -11,7 +11,7 @@ from attrs import define, field
 from kvflow.engine.messages import StepItem
 from kvflow.engine.moves import Mover
 from kvflow.engine.runner import StepRunner
-from kvflow.engine.sampling import Sampled
+from kvflow.engine.spec.pending import StepTokens
 from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.executors.base import TwoWayEndpoint
 
@@ -41,11 +41,11 @@ class DecodeWorker:
     def layout(self) -> KVLayout:
         return self.runner.memory.layout
 
-    def step(self, items: Sequence[StepItem]) -> tuple[dict[str, list[Sampled]], float]:
+    def step(self, items: Sequence[StepItem]) -> tuple[StepTokens, float]:
         """The tokens sampled on this rank, and the seconds the step took."""
         began = time.perf_counter()
-        sampled = self.runner.run(items)
-        return sampled, time.perf_counter() - began
+        tokens = self.runner.step(items)
+        return tokens, time.perf_counter() - began
 
     def retire(self, request_id: str) -> None:
         """The request leaves; its pages are complete, as of its last step, and stay so while

@@ -162,6 +162,11 @@ class PrefillKV:
             self.tiers.drop_stores(kv.stores)
         kv.stores = {}
 
+    def forget(self, kv: RequestKV) -> None:
+        """What lies in the request's blocks is known no more, that of earlier requests included."""
+        kv.trail.ended = True
+        self.cache.forget(kv.tables)
+
     def borrowed(self, kv: RequestKV, num_tokens: int) -> None:
         """So many positions behind what was known came from another engine."""
         if not kv.has_computed:

@@ -90,13 +90,15 @@ def _run_step(
     rows.copy(step.items)
     refused = port.load(step.items) if port is not None else []
     computing = time.perf_counter()
-    sampled = {name: run[0] for name, run in runner.run(step.items).items()}
+    tokens = runner.step(step.items)
+    sampled = {name: run[0] for name, run in tokens.sampled.items()}
     computed = time.perf_counter()
     if port is not None:
         port.store(step.items)
     seconds = computed - computing
     moving = time.perf_counter() - began - seconds
-    return StepDone(step.step_id, runner.comm.rank, sampled, seconds, refused, moving)
+    rank, failed = runner.comm.rank, tokens.failed
+    return StepDone(step.step_id, rank, sampled, seconds, refused, moving, failed)
 
 
 def guarded(mailbox: Mailbox, serve: Callable[[], None]) -> None:

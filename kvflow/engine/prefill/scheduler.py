@@ -172,6 +172,7 @@ class StepScheduler:
         began = time.perf_counter()
         sampled = {k: s for a in answers.values() for k, s in a.sampled.items()}
         refused = {name for a in answers.values() for name in a.refused}
+        failed = {k: why for a in answers.values() for k, why in a.failed.items()}
         step, self._step = self._step, []
         self._layers, self._told = {}, 0
         for work, count in step:
@@ -181,6 +182,8 @@ class StepScheduler:
             name = work.request.request_id
             if name in refused:
                 self._refuse(work)
+            elif name in failed:
+                self._fail(work, failed[name])
             else:
                 self._settle(work, sampled.get(name))
         self.schedule_seconds += time.perf_counter() - began
@@ -225,6 +228,14 @@ class StepScheduler:
         self.running.remove(work)
         if not work.is_held:
             self.free(work)
+
+    def _fail(self, work: Prefilling, why: str) -> None:
+        """There is no first token, and nobody may go by what the request has computed."""
+        self.kv.forget(work.kv)
+        work.is_over = True
+        if not work.outcome.done():
+            work.outcome.set_exception(KvflowError(why))
+        self._stop(work)
 
     def _refuse(self, work: Prefilling) -> None:
         """The request has read rows that were not its own: it begins anew."""

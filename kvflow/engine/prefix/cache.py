@@ -140,6 +140,12 @@ class PrefixCache:
                 return
             trail.node, trail.num_blocks = node, k + 1
 
+    def forget(self, tables: Tables) -> None:
+        """Nothing is known of what lies in these blocks; whoever holds them keeps them."""
+        for group, ids in tables.items():
+            for block_id in ids:
+                self.index.drop(group, block_id)
+
     def _named(self, group: str, chain: Chain, k: int, tables: Tables) -> Named:
         """The entries of a group that are filled while block k is computed."""
         paging, placement = self.layout.group(group).paging, self.layout.placement
