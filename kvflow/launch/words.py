@@ -67,7 +67,7 @@ WORDS: Mapping[str, Words] = {
     "streaming": Words("decode reads the rows of a prompt while it is still computed"),
     "loans": Words("engines take from decode engines what those hold of a prompt"),
     "transfer": Words("who moves a prompt's rows: decode ranks pull, or prefill ranks push"),
-    "stream_layers": Words("how many layers of a step are told to be readable at a time; 0: all"),
+    "stream_layers": Words("readable at a time while a step runs; 0: only its end", "layers"),
     "local_prefill_tokens": _rows("most of a prompt that a decode group may compute itself"),
     "prefix.enabled": Words(
         "reuse the KV of prompts that begin alike", "", ("--enable-prefix-caching",)

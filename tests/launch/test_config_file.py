@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 from attrs import field, frozen
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from launch_world import TINY
 
@@ -335,6 +335,7 @@ def parse_with(launch, host, port):
         max_size=5,
     )
 )
+@example({"a": '\x7f"\\\n', "b": {"c": 1e22, "d": {"e": -0.0}}})
 def test_any_tree_is_written_as_toml_that_means_the_same(tree):
     assert repr(in_order(tomllib.loads(to_toml(tree)))) == repr(in_order(tree))
 
