@@ -14,7 +14,7 @@ from kvflow.layouts.sharding import RoundRobin
 from kvflow.transfers.planner import plan_transfer
 
 PROMPT = 32
-NAMES = tuple(SPEC.names)
+NAMES = (*SPEC.names, "another")
 SHARDED = KVLayout.uniform(SPEC, Placement.simple(RoundRobin(2)), Paged(4))
 
 
@@ -169,27 +169,42 @@ def test_reports_of_ranks_and_parts_are_one():
 @given(
     st.integers(0, 32),
     st.lists(st.integers(1, 31), max_size=2),
-    st.lists(st.tuples(st.sampled_from(["rows", "layers"]), st.integers(0, 32)), max_size=6),
+    st.sets(st.integers(1, 31), max_size=4),
+    st.lists(st.integers(0, 2), min_size=5, max_size=5),
+    st.data(),
 )
-def test_every_position_and_component_comes_once_and_in_order(held, loans, told):
+def test_every_position_and_component_comes_once(held, loans, stops, words, data):
+    """Steps end at some positions, each after word of none, one or two of three components; parts
+    begin and end at any time."""
     one = incoming(*loans, PROMPT)
     one.begin(held)
-    seen, last = set(), None
-    for what, stop in [*told, ("rows", 32)]:
-        if what == "rows":
-            one.readable = max(one.readable, stop)
-        else:
-            one.may_begin(stop, NAMES[:1])
-        while (part := one.next_part(1)) is not None:
-            cells = {
-                (t, name) for t in range(part.start, part.stop) for name in part.components or NAMES
-            }
-            assert not cells & seen
-            seen |= cells
-            if part.source is one.sources[-1] and not part.is_ahead:
-                assert part.stop <= max(one.readable, part.start)
+    seen, part = set(), None
+    for stop, num_words in zip([*sorted(stops), PROMPT], words, strict=False):
+        for count in range(1, num_words + 2):
+            if count <= num_words:
+                one.may_begin(stop, NAMES[:count])
+            else:
+                one.readable = stop
+            while data.draw(st.booleans(), "go on") or (one.readable == PROMPT and part):
+                if part is not None:
+                    one.part_ended(report(0), None)
+                    one.settle()
+                part = one.next_part(1)
+                if part is None:
+                    break
+                names = part.components or NAMES
+                cells = {(t, name) for t in range(part.start, part.stop) for name in names}
+                assert not cells & seen
+                seen |= cells
+                if part.source is one.sources[-1]:
+                    assert part.stop <= max(stop if part.is_ahead else one.readable, part.start)
+    while part is not None or one.can_go_on:
+        if part is not None:
             one.part_ended(report(0), None)
-            last = one.settle()
+            one.settle()
+        part = one.next_part(1)
+        if part is not None:
+            names = part.components or NAMES
+            seen |= {(t, name) for t in range(part.start, part.stop) for name in names}
     assert one.is_whole
-    assert last[0] == len(loans)
     assert seen == {(t, name) for t in range(held, 32) for name in NAMES}
