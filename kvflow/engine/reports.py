@@ -9,27 +9,24 @@ from kvflow.engine.prefix.pool import SharedBlockPool
 def joined_report(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One report of a transfer that several ranks did parts of: counts add up, the time is that of
     the slowest, and it is verified if every part was."""
-    first = dict(reports[0])
-    for key in ("nbytes", "num_descriptors", "num_links", "num_parts"):
-        first[key] = sum(report[key] for report in reports)
-    first["seconds"] = max(report["seconds"] for report in reports)
-    first["strategies"] = tuple(sorted({s for report in reports for s in report["strategies"]}))
-    verdicts = [report["verified"] for report in reports]
-    first["verified"] = None if None in verdicts else all(verdicts)
-    return first
+    return _one(reports, ("nbytes", "num_descriptors", "num_links", "num_parts"), "seconds")
 
 
 def summed_report(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One report of all parts that came from one engine, one after the other: counts and times add
     up, links are those of the part that had the most."""
-    first = dict(parts[0])
-    for key in ("nbytes", "num_descriptors", "num_parts", "seconds"):
-        first[key] = sum(part[key] for part in parts)
-    first["num_links"] = max(part["num_links"] for part in parts)
-    first["strategies"] = tuple(sorted({s for part in parts for s in part["strategies"]}))
-    verdicts = [part["verified"] for part in parts]
-    first["verified"] = None if None in verdicts else all(verdicts)
-    return first
+    return _one(parts, ("nbytes", "num_descriptors", "num_parts", "seconds"), "num_links")
+
+
+def _one(reports: Sequence[Mapping[str, Any]], sums: Sequence[str], most: str) -> dict[str, Any]:
+    whole = dict(reports[0])
+    for key in sums:
+        whole[key] = sum(report[key] for report in reports)
+    whole[most] = max(report[most] for report in reports)
+    whole["strategies"] = tuple(sorted({s for report in reports for s in report["strategies"]}))
+    verdicts = [report["verified"] for report in reports]
+    whole["verified"] = None if None in verdicts else all(verdicts)
+    return whole
 
 
 def pool_gauges(pools: Mapping[str, SharedBlockPool]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Any deployment with any options of both engines equals one rank computing each request alone.
 
 In float64, where tokens are compared exactly. What the scenes are to reach (hits in every tier,
-preemptions, drafts that come true, clients that leave, stop tokens) is counted, and a sweep that
-did not reach all of it fails.
+preemptions, drafts that come true, clients that leave, stop tokens, rows taken from other engines,
+prompts that decode computes) is counted, and a sweep that did not reach all of it fails.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from scene_play import play
 
 from kvflow.engine.api import SamplingParams
 
-CI = {"any": 14, "tiers": 12, "crowd": 14}
-THOROUGH = {"any": 250, "tiers": 100, "crowd": 150}
+CI = {"any": 16, "tiers": 12, "crowd": 14, "turns": 20}
+THOROUGH = {"any": 400, "tiers": 150, "crowd": 200, "turns": 300}
 REACHED = {
     "any": ("device hits", "cancellations", "stops", "accepted drafts"),
     "tiers": ("device hits", "host hits", "disk hits"),
@@ -29,6 +29,7 @@ REACHED = {
         *(f"preemptions with {way}" for way in ("HiSparse", "DCP", "TP")),
         *(f"accepted drafts with {way}" for way in ("HiSparse", "DCP", "TP", "preemptions")),
     ),
+    "turns": ("device hits", "peer hits", "reused_tokens", "local_prefills", "streamed parts"),
 }
 
 

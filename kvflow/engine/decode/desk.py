@@ -187,11 +187,13 @@ class Desk:
         if incoming.error is not None:
             self._quarantine(work, incoming.error)
             return False
+        self.counters["transfer_parts"] += 1
         ended = incoming.settle()
         if ended is not None:
             place, report = ended
             self.counters["transfers"] += 1
             self.counters["transfer_nbytes"] += report["nbytes"]
+            self.counters["transfer_late_nbytes"] += report["late_nbytes"]
             self._source_ended(work, place, report, None)
         work.computed = incoming.arrived
         if work.aborted:

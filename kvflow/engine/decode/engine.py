@@ -78,6 +78,7 @@ class DecodeEngine:
         self.kv = DecodeKV(self.worker.layout, self.worker.num_blocks, self.prefix)
         names = ("steps", "tokens", "transfers", "transfer_nbytes", "transfer_failures", "refused")
         self.counters = dict.fromkeys((*names, "preemptions", "recomputed_tokens"), 0.0)
+        self.counters |= {"transfer_parts": 0.0, "transfer_late_nbytes": 0.0}
         self.counters |= {"reused_tokens": 0.0, "local_prefills": 0.0}
         self.counters |= {"model_seconds": 0.0, "control_seconds": 0.0}
         self._crew = Crew(self.worker, self.comm)
