@@ -2,7 +2,7 @@
 
 python two_hosts_front.py ADDRESS KEY_FILE RESULT TIMEOUT served|lost FLAGS...
 
-It ends when they are served, or goes on with a long request until that fails.
+It ends when they are served, or serves one of them again and again until a rank is lost.
 """
 
 import asyncio
@@ -24,15 +24,25 @@ async def main(address, key_file, result, timeout, end, *flags):
         print("started", flush=True)
         prompts = fixture_prompts()
         if end == "lost":
-            while True:
-                await collect(deployment, "endless", prompts["p48"][0], 80)
-                print("another", flush=True)
+            await _until_lost(deployment, prompts["p48"][0])
         served = await asyncio.gather(
             *(collect(deployment, name, ids, len(out)) for name, (ids, out) in prompts.items())
         )
         tokens = {o[0].request_id: [output.token for output in o] for o in served}
         reports = [output.transfer for o in served for output in o if output.transfer]
         Path(result).write_text(json.dumps({"tokens": tokens, "reports": reports}))
+
+
+async def _until_lost(deployment, ids):
+    """Serves one request after another; raises why none can be served any more."""
+    while await deployment.healthy():
+        try:
+            await collect(deployment, "again", ids, 80)
+            print("another", flush=True)
+        except KvflowError as error:  # it may have met the loss before the front knew
+            print(f"a request failed: {error}", flush=True)
+            await asyncio.sleep(0.2)
+    raise KvflowError(deployment.failure)
 
 
 if __name__ == "__main__":
