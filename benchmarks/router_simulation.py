@@ -6,7 +6,7 @@ Replays the sessions of tests/fixtures/traces in fleets of 4 + 4 and 8 + 8 engin
 25 % and 100 % of the working set, under round-robin, least-loaded, session affinity, and kvflow's
 router told of everything half a second late or at once. Prints one table a fleet and size.
 docs/router.md says what is simulated and what the columns mean. Time is simulated, so the numbers
-are the same on any machine; it takes ten minutes of one core.
+are the same on any machine; it takes a quarter of an hour of one core.
 """
 
 import argparse
@@ -92,14 +92,17 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 1.0])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--seconds", type=float, default=900.0)
-    parser.add_argument("--live", type=int, default=40, help="sessions at a time, per engine")
+    parser.add_argument("--live", type=int, default=56, help="sessions at a time, per engine")
+    parser.add_argument(
+        "--copies", type=int, help="of every session; engines of a kind if not said"
+    )
     parser.add_argument("--delay", type=float, default=0.5, help="of what the router is told")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     rules = dict.fromkeys([*args.rules, EXACT])
     gc.disable()  # millions of names that live to the end
     for num in args.fleets:
-        _SESSIONS[:] = load(read(args.traces), -(-3 * num // 4), MAX_THINK, 256)
+        _SESSIONS[:] = load(read(args.traces), args.copies or num, MAX_THINK, 256)
         tokens = working_set(256)
         for share in args.shares:
             setting = Setting(num, num, args.live * num, int(share * tokens))
