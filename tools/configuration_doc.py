@@ -113,7 +113,7 @@ def _modes() -> Iterator[str]:
 
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
-    yield "`demo` is what `make demo` runs.\n"
+    yield "`demo` is what `make demo` runs; [another page](preset-article.md) is about `article`.\n"
     for name, tree in PRESETS.items():
         yield f"`--preset {name}`:\n\n```toml\n{to_toml(tree)}\n```\n"
 
