@@ -89,11 +89,17 @@ class _Connection:
             await self.writer.drain()
 
     async def next_event(self) -> h11.Event:
+        ended = False
         try:
             while not isinstance(event := self.machine.next_event(), h11.Event):
-                self.machine.receive_data(await self.reader.read(_PIECE_NBYTES))
+                data = await self.reader.read(_PIECE_NBYTES)
+                ended = not data
+                self.machine.receive_data(data)
         except (OSError, h11.RemoteProtocolError) as error:
-            raise ServerLost(f"{self.address.url} broke off: {error}") from error
+            why = (
+                "closed the connection before its answer was whole" if ended else f"broke: {error}"
+            )
+            raise ServerLost(f"{self.address.url} {why}") from error
         if isinstance(event, h11.ConnectionClosed):
             raise ServerLost(f"{self.address.url} closed the connection without an answer")
         return event

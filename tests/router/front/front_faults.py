@@ -26,15 +26,14 @@ def event(value):
 
 @define(eq=False)
 class RawServer:
-    """`answer` is sent to every POST, and `feed`, then whatever is put into `more`, to readers of
-    events; then the connection is closed. None in `feed`: there are no events."""
+    """`answer` is sent to every POST, and `feed`, then whatever is put into its queue in `feeds`,
+    to each reader of events; None in a queue closes the connection. No `feed`: no events."""
 
     model: str
     answer: bytes = b""
     feed: bytes | None = None
-    more: asyncio.Queue = field(factory=asyncio.Queue)
+    feeds: list = field(factory=list)
     num_posts: int = 0
-    num_feeds: int = 0
     url: str = ""
     _tasks: set = field(factory=set)
 
@@ -49,6 +48,7 @@ class RawServer:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # closed connections are gone
 
     async def _serve(self, reader, writer):
         self._tasks.add(asyncio.current_task())
@@ -71,9 +71,9 @@ class RawServer:
             elif path == "/v1/models":
                 writer.write(whole({"data": [{"id": self.model, "max_model_len": 512}]}))
             elif path == "/kv_events" and self.feed is not None:
-                self.num_feeds += 1
+                self.feeds.append(queue := asyncio.Queue())
                 writer.write(self.feed)
-                while (more := await self.more.get()) is not None:
+                while (more := await queue.get()) is not None:
                     writer.write(more)
             else:
                 writer.write(NONE)
