@@ -19,7 +19,9 @@ from kvflow.engine.front.roster import Roster
 from kvflow.engine.front.routing import Routing
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import (
+    AskLoan,
     AskPush,
+    ForgetPrefixes,
     FromRank,
     Gauges,
     Generated,
@@ -182,6 +184,8 @@ class Deployment:
                 self.journeys.transfer_ended(name, message)
             case Generated(request_id) | RequestFailed(request_id):
                 self.journeys.decoded_event(request_id, message)
+            case AskLoan():
+                self.journeys.lend(name, message)
             case AskPush():
                 self.journeys.push(name, message)
             case RowsPushed():
@@ -253,12 +257,16 @@ class Deployment:
         return self.failure is None
 
     def reset_prefix_cache(self) -> dict[str, int]:
-        """See `PrefillEngine.reset_prefix_cache`; of all prefill engines together."""
+        """See `PrefillEngine.reset_prefix_cache`; of all prefill engines together. Decode engines
+        forget too, which is not counted."""
         forgotten: dict[str, int] = {}
         for engine in self.prefills.values():
             for tier, count in engine.reset_prefix_cache().items():
                 forgotten[tier] = forgotten.get(tier, 0) + count
             self.routing.prefill_changed(engine)
+        self.journeys.forget_prefixes()
+        for name in self.decode_ranks:
+            self.hub.send(name, ForgetPrefixes())
         return forgotten
 
     def kv_events(self) -> KVEventLog | None:

@@ -10,188 +10,92 @@ import msgspec
 from msgspec import Struct
 
 from kvflow.engine.api import SamplingParams
+from kvflow.engine.row_messages import (
+    AskLoan,
+    AskPush,
+    Connect,
+    EndLoan,
+    Lend,
+    Lent,
+    Loaned,
+    PullRows,
+    Pushed,
+    PushRows,
+    RowsPulled,
+    RowsPushed,
+    Source,
+    TransferEnded,
+)
 from kvflow.engine.sampling import Sampled
+from kvflow.engine.step_messages import (
+    AttachTier,
+    BlockCopy,
+    LayersDone,
+    RunStep,
+    StepDone,
+    StepItem,
+    UnitRows,
+)
 from kvflow.router.events import KVEvents
 
-
-class BlockCopy(Struct, frozen=True):
-    """Rows that a request takes over from blocks of another table before it computes: by group,
-    ranges of positions and the first entries of the table they lie in."""
-
-    spans: dict[str, list[tuple[int, int]]]
-    tables: dict[str, list[int]]
-
-
-class UnitRows(Struct, frozen=True):
-    """The positions [start, stop) of a request in units of the host tier: the first unit begins at
-    `start`. `labels` are what the units must be labelled with when they are read."""
-
-    start: int
-    stop: int
-    units: list[int]
-    labels: list[bytes] = []
-
-
-class StepItem(Struct, frozen=True):
-    """One request's share of a step: `tokens` at positions [start, start + len(tokens)).
-    `next_token` is the prompt's token behind them, None if `sampling` decides it in this step.
-    `tables` are the request's block tables by group. Before any rank computes come `copy`, then
-    `load`; behind come `store`. Up to `num_drafts` drafts are tried behind the token that is
-    sampled."""
-
-    request_id: str
-    start: int
-    tokens: list[int]
-    next_token: int | None
-    tables: dict[str, list[int]]
-    sampling: SamplingParams | None
-    copy: BlockCopy | None = None
-    load: UnitRows | None = None
-    store: list[UnitRows] = []
-    num_drafts: int = 0
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
-
-
-class RunStep(Struct, frozen=True, tag=True):
-    """To a prefill rank: join this step. Every rank of the group gets the same message."""
-
-    step_id: int
-    items: list[StepItem]
-
-
-class StepDone(Struct, frozen=True, tag=True):
-    """From a prefill rank: the tokens it sampled, by request, and the seconds it computed and the
-    seconds it copied, loaded and stored rows. `refused` names requests whose loads did not hold
-    what they should; they must be computed anew. `failed` says why requests have no token."""
-
-    step_id: int
-    rank: int
-    sampled: dict[str, Sampled]
-    seconds: float
-    refused: list[str] = []
-    move_seconds: float = 0.0
-    failed: dict[str, str] = {}
-
-
-class LayersDone(Struct, frozen=True, tag=True):
-    """From a prefill rank: its part of the first `num_layers` layers of the step that runs is in
-    its blocks."""
-
-    step_id: int
-    rank: int
-    num_layers: int
-
-
-class AttachTier(Struct, frozen=True, tag=True):
-    """To a prefill rank: map the host tier's memory, units of `unit_size` tokens."""
-
-    name: str
-    unit_size: int
-    num_units: int
-
-
-class Source(Struct, frozen=True):
-    """Where the positions [start, stop) of a request lie: in blocks of an engine, by its block
-    tables. `digest` is that of the plan which moves them to the receiver, as the front derived
-    it."""
-
-    engine: str
-    tables: dict[str, list[int]]
-    start: int
-    stop: int
-    digest: str
-
-
-class Connect(Struct, frozen=True, tag=True):
-    """To a rank: another engine's layout, its pool sizes, and its ranks' exports."""
-
-    engine: str
-    layout: dict[str, Any]
-    num_blocks: dict[str, int]
-    exports: dict[int, bytes]
-
-
-class PullRows(Struct, frozen=True, tag=True):
-    """To a rank: bring the positions [start, stop) of a request from a source into these blocks,
-    of these components; of none named, of all."""
-
-    request_id: str
-    source: Source
-    start: int
-    stop: int
-    tables: dict[str, list[int]]
-    components: list[str] = []
-
-
-class RowsPulled(Struct, frozen=True, tag=True):
-    """From a prefill rank: its part of a `PullRows` is over, and nothing of it can still arrive.
-    `report` is None and `error` says why if it failed."""
-
-    request_id: str
-    rank: int
-    report: dict[str, Any] | None
-    error: str | None
-
-
-class PushRows(Struct, frozen=True, tag=True):
-    """To a prefill rank: bring the positions [start, stop) of a request from these blocks into
-    those of a reader, by its `target` tables."""
-
-    request_id: str
-    reader: str
-    start: int
-    stop: int
-    tables: dict[str, list[int]]
-    target: dict[str, list[int]]
-    components: list[str] = []
-
-
-class RowsPushed(Struct, frozen=True, tag=True):
-    """From a prefill rank: its part of a `PushRows` is over, and nothing of it can still arrive."""
-
-    request_id: str
-    rank: int
-    report: dict[str, Any] | None
-    error: str | None
-
-
-class AskPush(Struct, frozen=True, tag=True):
-    """From a decode engine: have an engine push the positions [start, stop) of a request into
-    these blocks. `Pushed` answers it."""
-
-    request_id: str
-    engine: str
-    start: int
-    stop: int
-    target: dict[str, list[int]]
-    components: list[str] = []
-
-
-class Pushed(Struct, frozen=True, tag=True):
-    """To a decode engine: what it asked to be pushed is there on all its ranks, or has failed and
-    can arrive no more."""
-
-    request_id: str
-    report: dict[str, Any] | None
-    error: str | None
+__all__ = [
+    "Abort",
+    "Admit",
+    "AskLoan",
+    "AskPush",
+    "AttachTier",
+    "BlockCopy",
+    "Connect",
+    "EndLoan",
+    "ForgetPrefixes",
+    "FromRank",
+    "Gauges",
+    "Generated",
+    "KVChanged",
+    "LayersDone",
+    "Lend",
+    "Lent",
+    "Loaned",
+    "PullRows",
+    "PushRows",
+    "Pushed",
+    "RankFailed",
+    "Readable",
+    "Ready",
+    "RequestFailed",
+    "RowsPulled",
+    "RowsPushed",
+    "RunStep",
+    "Shutdown",
+    "Source",
+    "StepDone",
+    "StepItem",
+    "ToRank",
+    "TransferEnded",
+    "UnitRows",
+    "decode_from_rank",
+    "decode_to_rank",
+    "encode",
+]
 
 
 class Admit(Struct, frozen=True, tag=True):
-    """To a decode engine: take over a request. Its prompt's rows come from `sources`, each behind
-    what those before it and the engine's own cache have; of the last one the positions below
-    `readable` are there, `Readable` says when there are more. Without sources the engine computes
-    the prompt. `first_token` is None until prefill has sampled it."""
+    """To a decode engine: take over a request. What its own cache lacks of the prompt comes from
+    `source`, of which the positions below `readable` are there; `Readable` says when there are
+    more. Without a source the engine computes the prompt. If `lender` holds more of the prompt,
+    `lender_tokens`, than this engine does, it may be asked for (`AskLoan`). `first_token` is None
+    until prefill has sampled it. `may_keep`: whether others may use the rows afterwards."""
 
     request_id: str
     prompt: list[int]
     first_token: int | None
     sampling: SamplingParams
-    sources: list[Source]
+    source: Source | None
     readable: int
     salt: str | None = None
+    lender: str = ""
+    lender_tokens: int = 0
+    may_keep: bool = True
 
 
 class Readable(Struct, frozen=True, tag=True):
@@ -204,27 +108,8 @@ class Readable(Struct, frozen=True, tag=True):
     num_layers: int | None = None
 
 
-class Lend(Struct, frozen=True, tag=True):
-    """To a decode engine: keep what is known of this prompt for a reader, until `EndLoan`."""
-
-    loan_id: str
-    prompt: list[int]
-    salt: str | None
-
-
-class EndLoan(Struct, frozen=True, tag=True):
-    """To a decode engine: nobody reads these rows any more."""
-
-    loan_id: str
-
-
-class Lent(Struct, frozen=True, tag=True):
-    """From a decode engine: the first `length` positions lie in these blocks; 0 if it has none,
-    and then nothing is kept."""
-
-    loan_id: str
-    tables: dict[str, list[int]]
-    length: int
+class ForgetPrefixes(Struct, frozen=True, tag=True):
+    """To a decode engine: what it has computed so far is nobody's prefix any more."""
 
 
 class Abort(Struct, frozen=True, tag=True):
@@ -257,19 +142,6 @@ class Generated(Struct, frozen=True, tag=True):
     sampled: Sampled
     finish_reason: str | None
     cached_tokens: int = 0
-
-
-class TransferEnded(Struct, frozen=True, tag=True):
-    """From a decode engine: it will not read the request's blocks in `engine` again. `report` is
-    None and `error` says why if the transfer failed or never began; `num_held` are the positions
-    that it had already and did not ask for."""
-
-    request_id: str
-    engine: str
-    src_ranks: list[int]
-    report: dict[str, Any] | None
-    error: str | None
-    num_held: int = 0
 
 
 class RequestFailed(Struct, frozen=True, tag=True):
@@ -308,6 +180,8 @@ ToRank = (
     | Admit
     | Readable
     | Pushed
+    | Loaned
+    | ForgetPrefixes
     | Lend
     | EndLoan
     | Abort
@@ -320,6 +194,7 @@ FromRank = (
     | RowsPulled
     | RowsPushed
     | AskPush
+    | AskLoan
     | Generated
     | TransferEnded
     | RequestFailed

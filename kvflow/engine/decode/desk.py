@@ -16,7 +16,9 @@ from kvflow.engine.decode.turns import TurnDone
 from kvflow.engine.mailbox import Mailbox
 from kvflow.engine.messages import (
     Admit,
+    AskLoan,
     AskPush,
+    Loaned,
     PullRows,
     Pushed,
     Readable,
@@ -81,28 +83,29 @@ class Desk:
 
     def admit(self, admit: Admit) -> None:
         """Takes a request in, or tells the front why not."""
+        sources = [admit.source] if admit.source is not None else []
         try:
-            plans = [self.pulls.derive(admit.request_id, source) for source in admit.sources]
+            plans = [self.pulls.derive(admit.request_id, source) for source in sources]
             self._check_fits(admit)
         except KvflowError as error:
             self.counters["refused"] += 1
             self.mailbox.send(RequestFailed(admit.request_id, str(error)))  # why, before that
-            for source in admit.sources:
+            for source in sources:
                 self._ended(admit.request_id, source.engine, [], None, str(error))
             return
         first = [] if admit.first_token is None else [admit.first_token]
         names = self.kv.layout.spec.names
-        incoming = Incoming(admit.sources, plans, admit.readable, tuple(names))
+        incoming = Incoming(sources, plans, admit.readable, tuple(names))
         work = Decoding(admit, incoming, self._num_admitted, [*admit.prompt, *first])
+        work.may_keep = admit.may_keep
         self._requests.append(work)
         self._num_admitted += 1
 
     def _check_fits(self, admit: Admit) -> None:
         length = len(admit.prompt) + admit.sampling.max_tokens - 1  # the last token is not stored
-        if admit.sources and admit.sources[-1].stop != len(admit.prompt):
+        if admit.source is not None and admit.source.stop != len(admit.prompt):
             raise PlanError(
-                f"the source holds {admit.sources[-1].stop} tokens of a prompt of "
-                f"{len(admit.prompt)}"
+                f"the source holds {admit.source.stop} tokens of a prompt of {len(admit.prompt)}"
             )
         for name, need in self.kv.layout.num_blocks_for(length).items():
             if need > self.kv.num_blocks[name]:
@@ -123,6 +126,25 @@ class Desk:
                 if message.first_token is not None:
                     work.tokens.append(message.first_token)
                     self._run_if_whole(work)
+
+    def lent(self, message: Loaned) -> None:
+        """What a lender has of a request's prompt, if anything; a request that has left gives it
+        back at once."""
+        source = message.source
+        for work in self._requests:
+            if work.request_id == message.request_id and work.phase is Phase.PULLING:
+                work.incoming.is_asking = False
+                if source is not None:
+                    work.incoming.lent(source, self.pulls.derive(work.request_id, source))
+                return
+        if source is not None:
+            self._ended(message.request_id, source.engine, [], None, None)
+
+    def forget_prefixes(self) -> None:
+        """What is here, or on its way here, may be used by its own requests only."""
+        for work in self._requests:
+            work.may_keep = False
+        self.kv.forget_all()
 
     def abort(self, request_id: str) -> Decoding | None:
         """Nobody listens. A part under way is waited for, since it cannot be recalled. Otherwise
@@ -147,6 +169,9 @@ class Desk:
         if work.is_local:
             self.counters["local_prefills"] += 1
             work.phase = Phase.RUNNING
+        elif work.admit.lender_tokens > work.computed:
+            work.incoming.is_asking = True
+            self.mailbox.send(AskLoan(work.request_id, work.admit.lender))
 
     def next_pulls(self, num_ranks: int) -> list[PullRows]:
         """The parts of transfers that can begin now, but for those that an engine pushes: it is
@@ -229,7 +254,7 @@ class Desk:
     def _source_ended(
         self, work: Decoding, place: int, report: Mapping[str, Any] | None, error: str | None
     ) -> None:
-        source, ranks = work.admit.sources[place], work.incoming.src_ranks(place)
+        source, ranks = work.incoming.sources[place], work.incoming.src_ranks(place)
         told = dict(report) if report is not None else None
         held = work.incoming.num_held
         self._ended(work.request_id, source.engine, ranks, told, error, held)

@@ -26,11 +26,13 @@ from kvflow.engine.messages import (
     Admit,
     Connect,
     EndLoan,
+    ForgetPrefixes,
     Gauges,
     Generated,
     KVChanged,
     Lend,
     Lent,
+    Loaned,
     PullRows,
     Pushed,
     Readable,
@@ -165,6 +167,10 @@ class DecodeEngine:
                 self._leave_if(self._desk.abort(request_id))
             case Pushed():
                 self._leave_if(self._desk.pushed(message))
+            case Loaned():
+                self._desk.lent(message)
+            case ForgetPrefixes():
+                self._desk.forget_prefixes()
             case Lend(loan_id, prompt, salt):
                 self._lend(loan_id, prompt, salt)
             case EndLoan(loan_id):
@@ -211,6 +217,8 @@ class DecodeEngine:
                 break
             self._desk.begin(work)
             busy += 1
+        if self.push and self._retire:  # rows of who has left reach their pages before others'
+            self._take_turn(Turn())
         return self._desk.next_pulls(self.comm.size)
 
     def _resume(self) -> None:

@@ -27,19 +27,21 @@ class Incoming:
     """Positions [0, arrived) are here. Each source gives what those before it and the request's
     own blocks have not; of the last one, positions below `readable` can be read. A source is read
     at least once, if only nothing. missing: ranks of the group whose share of the part under way
-    has not ended. late_nbytes: what was moved, or still under way, once all could be read.
+    has not ended. is_asking: whether a loan may still come, which is read first. late_nbytes: what
+    was moved, or still under way, once all could be read.
 
     Of the step that prefill computes, rows of the first layers can be read ahead of the others:
     `_ahead` says which components up to which position, `_moved` which of them have come."""
 
-    sources: Sequence[Source]
-    plans: Sequence[Plan]
+    sources: list[Source]
+    plans: list[Plan]
     readable: int
     components: tuple[str, ...] = ()
     arrived: int = 0
     missing: int = 0
     num_held: int = 0
     late_nbytes: int = 0
+    is_asking: bool = False
     error: str | None = None
     _at: int = field(init=False, default=0)
     _part: Part = field(init=False)
@@ -52,6 +54,11 @@ class Incoming:
     def begin(self, num_held: int) -> None:
         """The request's own blocks hold the first positions."""
         self.arrived = self.num_held = num_held
+
+    def lent(self, source: Source, plan: Plan) -> None:
+        """Another engine gives what it has before the others are read."""
+        self.sources.insert(0, source)
+        self.plans.insert(0, plan)
 
     def may_begin(self, stop: int, components: Sequence[str]) -> None:
         """Rows of positions below `stop` can be read in these components."""
@@ -74,7 +81,7 @@ class Incoming:
         return self._next() is not None
 
     def _next(self) -> Part | None:
-        if self.missing or self.is_whole or self.error is not None:
+        if self.missing or self.is_asking or self.is_whole or self.error is not None:
             return None
         source = self.sources[self._at]
         limit = min(source.stop, self.readable) if self.at_last_source else source.stop

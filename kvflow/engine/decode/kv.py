@@ -77,6 +77,8 @@ class DecodeKV:
         """What the request has computed is known from now on. The last row's MTP part depends on a
         token that must be known, hence at most all tokens but one; and one that goes on writes it
         once more when it drafts, so its block is nobody else's yet."""
+        if not work.may_keep:
+            return
         done = min(work.computed, len(work.tokens) - 1) - (not leaves)
         chain = self.chain(work.tokens, work.admit.salt)
         self.cache.publish(chain, work.trail, work.tables, done, None)
@@ -123,6 +125,10 @@ class DecodeKV:
     def end_loan(self, loan_id: str) -> None:
         """Unknown and ended ones are ignored."""
         self.cache.free(self._loans.pop(loan_id, {}), "pinned")
+
+    def forget_all(self) -> None:
+        """No prefix is known any more; blocks that somebody holds stay held."""
+        self.cache.index.clear()
 
     @property
     def is_lending(self) -> bool:

@@ -24,7 +24,8 @@ class Decoding:
     """One request. tokens: the prompt, the first token from prefill, and those generated here.
     computed: positions [0, computed) have their KV in `tables`; at least one token is always
     without. num_cached: how many of the prompt's were here when it began. order: which request
-    came first. trail: how far its blocks are known to the engine's cache."""
+    came first. trail: how far its blocks are known to the engine's cache; may_keep: whether they
+    may be."""
 
     admit: Admit
     incoming: Incoming
@@ -36,6 +37,7 @@ class Decoding:
     phase: Phase = Phase.WAITING
     tables: dict[str, list[int]] = field(factory=dict)
     trail: Trail = field(factory=Trail)
+    may_keep: bool = True
     aborted: bool = False
 
     @property
@@ -45,7 +47,7 @@ class Decoding:
     @property
     def is_local(self) -> bool:
         """Whether this engine computes the prompt itself."""
-        return not self.admit.sources
+        return self.admit.source is None
 
     @property
     def num_generated(self) -> int:

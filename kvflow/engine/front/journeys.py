@@ -5,8 +5,9 @@ engine then generates. An end from outside is told to the engines, each of which
 writes or reads any more.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 
 from attrs import define, field
@@ -21,8 +22,10 @@ from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import (
     Abort,
     Admit,
+    AskLoan,
     AskPush,
     Generated,
+    Loaned,
     Readable,
     RequestFailed,
     RowsPushed,
@@ -47,6 +50,7 @@ class Journeys:
     streaming: bool
     failure: str | None = None
     live: dict[str, Live] = field(init=False, factory=dict)
+    _asking: "set[asyncio.Task[None]]" = field(init=False, factory=set)
     _pushes: dict[str, Pushing] = field(init=False, factory=dict)
 
     # --- what ranks say
@@ -72,6 +76,25 @@ class Journeys:
             if isinstance(message, RequestFailed):
                 live.error = live.error or message.error
             live.events.put_nowait(message)
+
+    def lend(self, reader: str, ask: AskLoan) -> None:
+        """A decode engine has blocks for a request, and wants what another holds of its prompt."""
+        asking = asyncio.get_running_loop().create_task(self._lend(reader, ask))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+
+    async def _lend(self, reader: str, ask: AskLoan) -> None:
+        live, source = self.live.get(ask.request_id), None
+        with suppress(KvflowError):  # then the deployment fails, and says why
+            if live is not None:
+                loan = await self.lenders.borrow(live.work, ask.lender, reader)
+                source = loan.source if loan is not None else None
+            self.hub.send(reader, Loaned(ask.request_id, source))
+
+    def forget_prefixes(self) -> None:
+        """What is computed for the requests under way becomes nobody else's prefix."""
+        for live in self.live.values():
+            live.may_keep = False
 
     def push(self, reader: str, ask: AskPush) -> None:
         """A decode engine wants rows written into its blocks."""
@@ -100,9 +123,9 @@ class Journeys:
     async def outputs(self, work: Request, name: str) -> AsyncGenerator[TokenOutput, None]:
         """The request's tokens under its client's name. Inside the engines it bears an id that none
         had before: an end of its namesake may still be on its way."""
-        live = self.live[work.request_id] = Live(self.routing.route(work))
+        live = self.live[work.request_id] = Live(work, self.routing.route(work))
         if live.route.prefill is None:
-            self._admit(work, live, [], len(work.prompt))
+            self._admit(live, None, len(work.prompt))
         else:
             engine = self.prefills[live.route.prefill]
             first = await self._prefilled(engine, work, live)
@@ -118,17 +141,14 @@ class Journeys:
                 yield one
 
     async def _prefilled(self, engine: PrefillEngine, work: Request, live: Live) -> Sampled:
-        """The first token. What can be borrowed of the prompt is, by either engine."""
+        """The first token. What can be borrowed of the prompt is."""
         engine.check(work)
-        route, borrow = live.route, self.lenders.borrow
-        if route.decode_loan is not None:
-            live.loan = await borrow(work, route.decode_loan.lender, route.decode)
-        loan = None
-        if route.prefill_loan is not None:
-            loan = await borrow(work, route.prefill_loan.lender, engine.name)
+        borrow, loan = None, live.route.prefill_loan
+        if loan is not None:
+            borrow = partial(self.lenders.borrow, work, loan.lender, engine.name)
         readable = partial(self._readable, engine, work, live)
         try:
-            first = await engine.prefill(work, loan, *([readable] if self.streaming else []))
+            first = await engine.prefill(work, borrow, *([readable] if self.streaming else []))
         except KvflowError as error:
             if live.error is not None and self.failure is None:
                 raise KvflowError(live.error) from error
@@ -142,7 +162,7 @@ class Journeys:
     ) -> None:
         """Rows of a prompt that is not computed yet can be read."""
         if not live.is_admitted:
-            self._admit(work, live, [engine.source(work.request_id)], 0)
+            self._admit(live, engine.source(work.request_id), 0)
         told = Readable(work.request_id, stop, num_layers=num_layers)
         self.hub.send(live.route.decode, told)
 
@@ -152,17 +172,12 @@ class Journeys:
             self.hub.send(live.route.decode, Readable(work.request_id, length, first.token))
         else:
             source = engine.source(work.request_id)
-            self._admit(work, live, [source], length, first.token)
+            self._admit(live, source, length, first.token)
 
     def _admit(
-        self,
-        work: Request,
-        live: Live,
-        sources: list[Source],
-        readable: int,
-        first: int | None = None,
+        self, live: Live, source: Source | None, readable: int, first: int | None = None
     ) -> None:
-        loans = [live.loan.source] if live.loan is not None else []
+        work, loan = live.work, live.route.decode_loan
         live.is_admitted = True
         self.hub.send(
             live.route.decode,
@@ -171,9 +186,12 @@ class Journeys:
                 list(work.prompt),
                 first,
                 work.sampling,
-                [*loans, *sources],
+                source,
                 readable,
                 work.cache_salt,
+                loan.lender if loan is not None else "",
+                loan.num_tokens if loan is not None else 0,
+                live.may_keep,
             ),
         )
 
@@ -197,7 +215,5 @@ class Journeys:
             return
         if live.is_admitted and self.failure is None:
             self.hub.send(live.route.decode, Abort(request_id))
-        elif live.loan is not None:
-            live.loan.end()
         if live.route.prefill is not None:
             self.prefills[live.route.prefill].release(request_id)

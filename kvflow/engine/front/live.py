@@ -5,22 +5,22 @@ from typing import Any
 
 from attrs import define, field
 
-from kvflow.engine.api import TokenOutput
+from kvflow.engine.api import Request, TokenOutput
 from kvflow.engine.messages import Generated, RequestFailed
-from kvflow.engine.prefill.requests import Loan
 from kvflow.engine.sampling import Sampled
 from kvflow.router.policy import Route
 
 
 @define(eq=False)
 class Live:
-    """`is_admitted`: its decode engine knows it. `loan`: what the decode engine takes from a
-    sibling. `report`: of the transfer from the engine that computed the prompt. `error`: why the
-    decode engine gave it up."""
+    """`is_admitted`: its decode engine knows it. `may_keep`: whether what is computed for it may
+    become a prefix of others. `report`: of the transfer from the engine that computed the prompt.
+    `error`: why the decode engine gave it up."""
 
+    work: Request
     route: Route
     is_admitted: bool = False
-    loan: Loan | None = None
+    may_keep: bool = True
     report: dict[str, Any] | None = None
     error: str | None = None
     events: "asyncio.Queue[Generated | RequestFailed]" = field(factory=asyncio.Queue)

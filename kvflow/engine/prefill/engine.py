@@ -24,7 +24,7 @@ from kvflow.engine.messages import (
     StepDone,
 )
 from kvflow.engine.prefill.kv import PrefillKV
-from kvflow.engine.prefill.requests import Loan, OnReadable, Prefilling, nobody
+from kvflow.engine.prefill.requests import Borrow, OnReadable, Prefilling, nobody
 from kvflow.engine.prefill.scheduler import StepScheduler
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.prefix.pool import SharedBlockPool
@@ -87,13 +87,13 @@ class PrefillEngine:
             )
 
     async def prefill(
-        self, request: Request, loan: Loan | None = None, on_readable: OnReadable = nobody
+        self, request: Request, borrow: Borrow | None = None, on_readable: OnReadable = nobody
     ) -> Sampled:
         """Computes the prompt's KV and samples the first token. Afterwards the blocks are pinned:
         the caller owes `source` and acknowledgements, or `release`. The caller may ask for `source`
-        from the first `on_readable` on. A loan is ended here, whatever happens."""
+        from the first `on_readable` on. What `borrow` gives is ended here, whatever happens."""
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-        work = Prefilling(request, self.kv.of(request), future, loan, on_readable)
+        work = Prefilling(request, self.kv.of(request), future, borrow, on_readable)
         try:
             self.check(request)
             if request.request_id in self._held:

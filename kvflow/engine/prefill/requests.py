@@ -1,7 +1,7 @@
 """A request inside a prefill engine."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from attrs import define, field, frozen
 
@@ -27,17 +27,25 @@ class Loan:
     end: Callable[[], None]
 
 
+Borrow = Callable[[], Awaitable[Loan | None]]
+"""Asks for what another engine has of a prompt. It is called when the request has its blocks, so
+that rows are never kept for one that waits."""
+
+
 @define(eq=False)
 class Prefilling:
     """One request. done: positions [0, done) are computed or were known. unread: the source ranks
     that its reader has not acknowledged yet; `is_read` once it has begun. missing: ranks whose
-    share of what is borrowed has not ended. is_over: nobody wants the result any more."""
+    share of what is borrowed has not ended; is_asking: whether it may still be lent something.
+    is_over: nobody wants the result any more."""
 
     request: Request
     kv: RequestKV
     outcome: "asyncio.Future[Sampled]"
-    loan: Loan | None = None
+    borrow: Borrow | None = None
     on_readable: OnReadable = nobody
+    loan: Loan | None = None
+    is_asking: bool = False
     done: int = 0
     in_step: bool = False
     is_over: bool = False
@@ -55,7 +63,7 @@ class Prefilling:
     @property
     def is_held(self) -> bool:
         """Whether something still writes or reads its blocks."""
-        return self.in_step or bool(self.missing) or bool(self.unread)
+        return self.in_step or self.is_asking or bool(self.missing) or bool(self.unread)
 
     def rows_pulled(self, answer: RowsPulled) -> None:
         """One rank's share of what is borrowed is over."""

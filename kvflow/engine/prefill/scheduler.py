@@ -3,6 +3,7 @@
 One step runs at a time on all ranks. Every decision is taken here, once.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from kvflow.engine.messages import (
     StepItem,
 )
 from kvflow.engine.prefill.kv import PrefillKV
-from kvflow.engine.prefill.requests import Prefilling
+from kvflow.engine.prefill.requests import Borrow, Prefilling
 from kvflow.engine.sampling import Sampled
 from kvflow.engine.shares import deal_budget
 from kvflow.errors import KvflowError
@@ -44,6 +45,7 @@ class StepScheduler:
     running: list[Prefilling] = field(init=False, factory=list)
     _step: list[tuple[Prefilling, int]] = field(init=False, factory=list)
     _answers: dict[int, StepDone] = field(init=False, factory=dict)
+    _asking: "set[asyncio.Task[None]]" = field(init=False, factory=set)
     _layers: dict[int, int] = field(init=False, factory=dict)
     _told: int = field(init=False, default=0)
 
@@ -103,10 +105,39 @@ class StepScheduler:
         while self.waiting and (start := self.kv.begin(self.waiting[0].kv)) is not None:
             work = self.waiting.popleft()
             work.done = start
-            if work.loan is not None and work.loan.source.stop > start:
-                self._borrow(work, work.loan.source)
+            if work.borrow is not None:
+                work.is_asking = True
+                asking = asyncio.get_running_loop().create_task(self._ask(work, work.borrow))
+                self._asking.add(asking)
+                asking.add_done_callback(self._asking.discard)
             else:
                 self._run(work)
+
+    async def _ask(self, work: Prefilling, borrow: Borrow) -> None:
+        """The request has its blocks, and takes what another engine has of its prompt."""
+        work.borrow = None
+        try:
+            work.loan = await borrow()
+            if not work.is_over and work.loan and work.loan.source.stop > work.done:
+                self._borrow(work, work.loan.source)
+        except KvflowError as error:
+            if not work.outcome.done():
+                work.outcome.set_exception(error)
+            work.is_over = True
+        finally:
+            work.is_asking = False
+        if not work.missing:
+            self._borrowed(work)
+
+    def _borrowed(self, work: Prefilling) -> None:
+        """All that could be borrowed is here: the request runs, unless nobody wants it."""
+        if not work.is_over:
+            self._run(work)
+        else:
+            work.end_loan()
+            if not work.is_held:
+                self.free(work)
+        self.schedule()
 
     def _run(self, work: Prefilling) -> None:
         """From now on the request takes part in steps."""
@@ -133,12 +164,7 @@ class StepScheduler:
             work.done = work.loan.source.stop
         else:
             self.num_failed_loans += 1
-        if work.is_over:
-            work.end_loan()
-            self.free(work)
-        else:
-            self._run(work)
-        self.schedule()
+        self._borrowed(work)
 
     def _item(self, work: Prefilling, count: int) -> StepItem:
         prompt, stop = work.request.prompt, work.done + count

@@ -137,13 +137,23 @@ class NixlEndpoint:
             raise TransferError(f"{self.name} is closed")
         deadline = Deadline.after(self.connect_timeout)
         try:
-            peer = self._admit(blob, fresh=True)
-            self._door.probe(peer, deadline)
+            peer = self._reached(blob, deadline)
             request = self._door.ask(peer, lambda i: Hello(i, self.export()))
             self._door.answer(peer, request, deadline)
         except self._agent.errors as e:
             raise TransferError(f"no connection: {type(e).__name__}: {e}") from e
         return peer.name
+
+    def _reached(self, blob: bytes, deadline: Deadline) -> Peer:
+        """A peer that was read from. One that is known may be asking us at this moment, so it is
+        made known anew only if it cannot be read."""
+        peer = self._admit(blob)
+        try:
+            self._door.probe(peer, deadline)
+        except self._agent.errors:
+            peer = self._admit(blob, fresh=True)
+            self._door.probe(peer, deadline)
+        return peer
 
     def _admit(self, blob: bytes, fresh: bool = False) -> Peer:
         """Makes the sender of an export known. With `fresh`, a known peer is removed first, for
