@@ -51,7 +51,7 @@ def test_a_rank_stores_its_share_of_the_context(pcp, dcp, interleave, block):
 
 
 @pytest.mark.parametrize("attention", ["whole", "union", "queries"])
-@pytest.mark.parametrize("tokens", [24, 64])
+@pytest.mark.parametrize("tokens", [24, pytest.param(64, marks=pytest.mark.slow)])
 def test_workspaces_stay_below_their_formula(attention, tokens):
     access = AccessOptions(attention=attention, index="keys", workspace_tokens=tokens)
     launch = config(

@@ -88,7 +88,9 @@ def test_an_abort_frees_both_sides_and_the_rest_goes_on(prompts):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0.1"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("decode-0", marks=pytest.mark.slow), "prefill-0.1"]
+)
 def test_a_killed_rank_fails_requests_and_health_and_the_block_still_ends(victim, prompts):
     async def run():
         launch = config(pcp=2, dcp=2)

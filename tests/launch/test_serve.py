@@ -32,7 +32,10 @@ def _no_nixl(directory):
     return directory
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "streaming"])
+@pytest.mark.parametrize(
+    "busy",
+    [pytest.param(False, marks=pytest.mark.slow, id="idle"), pytest.param(True, id="streaming")],
+)
 def test_ctrl_c_ends_every_process_in_time(start, busy):
     """As a terminal does it: the signal reaches the whole process group."""
     server = start(*SMALL)
