@@ -70,6 +70,7 @@ class Journeys:
             engine.acknowledge(message.request_id, message.src_ranks)
         else:
             engine.never_read(message.request_id)
+        self.routing.prefill_changed(engine)
 
     def decoded_event(self, request_id: str, message: Generated | RequestFailed) -> None:
         if (live := self.live.get(request_id)) is not None:

@@ -56,7 +56,8 @@ class Routing:
 
     def on_events(self, engine: str, events: KVEvents) -> None:
         self.router.on_events(engine, events)
-        if self.log is not None:
+        is_prefill = self.router.account(engine).info.role == "prefill"
+        if self.log is not None and (is_prefill or self.router.config.loans):
             self.log.on_events(engine, events)
 
     def _on_load(self, engine: str, load: Load) -> None:
@@ -65,7 +66,7 @@ class Routing:
             self.log.on_load(engine, load)
 
     def prefill_changed(self, engine: PrefillEngine) -> None:
-        """A step of a prefill engine has ended."""
+        """A step of a prefill engine has ended, or a reader of its rows."""
         for events in engine.kv.changes():
             self.on_events(engine.name, events)
         self._on_load(engine.name, engine.load())
