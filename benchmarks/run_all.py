@@ -26,6 +26,7 @@ QUICK = {
     "overlap.py": ("--cached", "1024", "--rounds", "3"),
     "selection_curves.py": (),
     "exposed.py": (),
+    "streaming.py": ("--tokens", "512", "--chunk", "128", "--repeats", "2"),
     "router_simulation.py": ("--fleets", "2", "--shares", "1", "--live", "20", "--seconds", "420"),
 }
 """Scripts in the order they run, and what makes them quick."""

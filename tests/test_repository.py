@@ -130,8 +130,12 @@ def test_every_module_says_what_it_is():
 
 
 def test_only_entry_points_meet_the_environment():
-    """The doctor passes it on to a child; what a spawned rank starts with is an entry point."""
-    allowed = {"doctor.py", "launch/processes.py", "transfers/executors/nixl_agent.py"}
+    """The doctor passes it on to a child; what a spawned rank starts with is an entry point, as is
+    what torchrun starts."""
+    allowed = {
+        *("doctor.py", "launch/processes.py", "launch/node.py"),
+        "transfers/executors/nixl_agent.py",
+    }
     found = {
         str(path.relative_to(PACKAGE)) for path in MODULES if reads_environment(path.read_text())
     }
@@ -166,13 +170,14 @@ def declared() -> set[str]:
 
 
 def undeclared(sources: dict[str, str], own: set[str]) -> list[str]:
-    """`file: module` for every third-party import whose distribution is not asked for."""
+    """`file: module` for every third-party import whose distribution is not asked for; one that is
+    not installed is taken to bear its module's name."""
     origins, asked = importlib.metadata.packages_distributions(), declared()
     return [
         f"{name}: {module}"
         for name, source in sources.items()
         for module in sorted(imported_modules(source) - own - set(sys.stdlib_module_names))
-        if not {d.lower().replace("_", "-") for d in origins.get(module, ())} & asked
+        if not {d.lower().replace("_", "-") for d in origins.get(module, (module,))} & asked
     ]
 
 
@@ -183,9 +188,10 @@ def test_every_import_is_declared():
     own = {path.parent.name if path.name == "__init__.py" else path.stem for path in paths}
     assert not undeclared(sources, own | {"kvflow"})
     planted = {
-        "a.py": "import os, torch\ndef f():\n    from pluggy.x import y\n    from . import z"
+        "a.py": "import os, torch\ndef f():\n    from pluggy.x import y\n    from . import z",
+        "b.py": "import not_installed",
     }
-    assert undeclared(planted, set()) == ["a.py: pluggy"]
+    assert undeclared(planted, set()) == ["a.py: pluggy", "b.py: not_installed"]
 
 
 # --- what is committed ----------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class World:
         self.requests[name] = request(name, tokens[:length], greedy(max_tokens))
         plan = plan_transfer(self.group.layout, self.engine.worker.layout, (0, length))
         source = Source("prefill-0", {"kv": table}, 0, length, plan.digest)
-        return Admit(name, tokens[:length], first, greedy(max_tokens), [source], length)
+        return Admit(name, tokens[:length], first, greedy(max_tokens), source, length)
 
     def turn(self, until, seconds=20.0):
         end = time.monotonic() + seconds
@@ -308,7 +308,7 @@ def test_d08_events_after_the_end_change_nothing(make, order):
 
 
 def _tampered(admit, kind):
-    (source,) = admit.sources
+    source = admit.source
     table = source.tables["kv"]
     changed = {
         "digest": {"digest": "0" * len(source.digest)},
@@ -320,7 +320,7 @@ def _tampered(admit, kind):
         "group unknown": {"tables": {"other": table}},
         "stop too short": {"stop": source.stop - 1},
     }[kind]
-    return replace(admit, sources=[replace(source, **changed)])
+    return replace(admit, source=replace(source, **changed))
 
 
 @pytest.mark.parametrize(

@@ -347,9 +347,9 @@ class Tampering:
 
     def send(self, name, message):
         if isinstance(message, Admit):
-            (source,) = message.sources
-            source = msgspec.structs.replace(source, digest="f" * len(source.digest))
-            message = msgspec.structs.replace(message, sources=[source])
+            digest = "f" * len(message.source.digest)
+            source = msgspec.structs.replace(message.source, digest=digest)
+            message = msgspec.structs.replace(message, source=source)
         self.hub.send(name, message)
 
 

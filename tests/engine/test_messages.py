@@ -14,10 +14,12 @@ from kvflow.engine.mailbox import ThreadHub, ZmqHub, ZmqMailbox
 from kvflow.engine.messages import (
     Abort,
     Admit,
+    AskLoan,
     AskPush,
     AttachTier,
     Connect,
     EndLoan,
+    ForgetPrefixes,
     FromRank,
     Gauges,
     Generated,
@@ -25,6 +27,7 @@ from kvflow.engine.messages import (
     LayersDone,
     Lend,
     Lent,
+    Loaned,
     PullRows,
     Pushed,
     PushRows,
@@ -96,9 +99,14 @@ TO_RANK = {
     Connect: (names, values, counts, exports),
     PullRows: (names, sources, places, places, tables, parts),
     PushRows: (names, names, places, places, tables, tables, parts),
-    Admit: (names, ids, token, sampling, st.lists(sources, max_size=2), places, salts),
+    Admit: (
+        *(names, ids, token, sampling, st.none() | sources, places, salts),
+        *(names, places, st.booleans()),
+    ),
     Readable: (names, places, token, st.none() | st.integers(0, 99)),
     Pushed: (names, *ended),
+    Loaned: (names, st.none() | sources),
+    ForgetPrefixes: (),
     Lend: (names, ids, salts),
     EndLoan: (names,),
     Abort: (names,),
@@ -122,6 +130,7 @@ FROM_RANK = {
     RowsPulled: (names, rank, *ended),
     RowsPushed: (names, rank, *ended),
     AskPush: (names, names, places, places, tables, parts),
+    AskLoan: (names, names),
     Generated: (names, sampled, st.none() | st.sampled_from(["stop", "length"]), places),
     TransferEnded: (names, names, st.lists(rank), *ended, places),
     RequestFailed: (names, names, st.booleans()),
@@ -177,7 +186,7 @@ def test_a_message_for_the_other_side_or_with_wrong_types_is_refused():
 
 def test_unlawful_sampling_does_not_arrive():
     source = Source("prefill-0", {}, 0, 3, "d")
-    message = Admit("a", [7, 8, 9], 1, SamplingParams(4), [source], 3)
+    message = Admit("a", [7, 8, 9], 1, SamplingParams(4), source, 3)
     plain = msgspec.msgpack.decode(encode(message))
     plain["sampling"]["temperature"] = -1.0
     with pytest.raises((msgspec.ValidationError, InvalidRequest), match=r"temperature is -1\.0"):

@@ -19,15 +19,21 @@ class Borrowing(Play):
     def __init__(self, **changes):
         values = {"num_blocks": 12, "prefix": PrefixConfig(block_size=4)}
         super().__init__(**(values | changes))
-        self.ended, self.readable = [], []
+        self.asked, self.ended, self.readable = [], [], []
 
-    def borrow(self, name, prompt, stop):
-        loan = Loan(
-            Source("decode-0", {"kv": [5, 6, 7]}, 0, stop, "d"), lambda: self.ended.append(name)
-        )
+    def borrow(self, name, prompt, stop, answer=None):
+        """`answer` is awaited before the lender answers."""
+        source = Source("decode-0", {"kv": [5, 6, 7]}, 0, stop, "d")
+
+        async def lent():
+            self.asked.append(name)
+            if answer is not None:
+                await answer
+            return Loan(source, lambda: self.ended.append(name))
+
         one = Request(name, tuple(prompt), greedy(4))
         return asyncio.ensure_future(
-            self.engine.prefill(one, loan, lambda stop, layers: self.readable.append(stop))
+            self.engine.prefill(one, lent, lambda stop, layers: self.readable.append(stop))
         )
 
     def pulled(self, name, rank, error=None):
@@ -41,11 +47,17 @@ class Borrowing(Play):
         assert self.engine.steps.held == {}
 
 
+async def answered():
+    """Lenders have been asked, and have answered."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 @scenario
 async def test_rows_are_borrowed_before_the_rest_is_computed():
     play = Borrowing()
     task = play.borrow("a", range(20), 12)
-    await asyncio.sleep(0)
+    await answered()
     (pull,) = play.steps
     assert isinstance(pull, PullRows)
     assert (pull.request_id, pull.start, pull.stop) == ("a", 0, 12)
@@ -63,7 +75,7 @@ async def test_rows_are_borrowed_before_the_rest_is_computed():
     assert play.engine.kv.num_reused == {"device": 0, "peer": 12}
     play.end("a")
     again = play.borrow("b", range(20), 12)  # now it knows as much itself
-    await asyncio.sleep(0)
+    await answered()
     assert play.ended == ["a", "b"]
     assert isinstance(play.steps[-1], RunStep)
     play.answer()
@@ -78,7 +90,7 @@ async def test_only_what_is_not_known_is_borrowed():
     await play.prefilled("a", 9)
     play.end("a")
     task = play.borrow("b", range(20), 12)
-    await asyncio.sleep(0)
+    await answered()
     assert (play.steps[-1].start, play.steps[-1].stop) == (8, 12)
     for rank in range(2):
         play.pulled("b", rank)
@@ -95,7 +107,7 @@ def test_what_cannot_be_pulled_is_computed_anew_and_counted(failing):
     async def run():
         play = Borrowing()
         task = play.borrow("a", range(20), 12)
-        await asyncio.sleep(0)
+        await answered()
         for rank in range(2):
             play.pulled("a", rank, "it is gone" if rank == failing else None)
         assert play.ended == ["a"]
@@ -115,7 +127,7 @@ def test_what_cannot_be_pulled_is_computed_anew_and_counted(failing):
 async def test_an_abort_while_rows_arrive_keeps_the_blocks_until_they_have():
     play = Borrowing(num_blocks=5, pcp=2, dcp=1)
     task = play.borrow("a", range(20), 12)
-    await asyncio.sleep(0)
+    await answered()
     other = play.submit("b", 20)
     await asyncio.sleep(0)
     play.engine.release("a")
@@ -135,7 +147,7 @@ async def test_an_abort_while_rows_arrive_keeps_the_blocks_until_they_have():
 
 
 @pytest.mark.parametrize("why", ["too long", "its id is in use", "aborted while it waits"])
-def test_a_loan_ends_also_if_the_request_never_begins(why):
+def test_nobody_is_asked_for_a_loan_if_the_request_never_begins(why):
     @scenario
     async def run():
         play = Borrowing(num_blocks=3, pcp=1, dcp=1)
@@ -153,15 +165,67 @@ def test_a_loan_ends_also_if_the_request_never_begins(why):
             ahead = play.submit("ahead", 12)
             await asyncio.sleep(0)
             task = play.borrow("a", range(100, 112), 8)
-            await asyncio.sleep(0)
+            await answered()
             assert play.engine.num_waiting == 1
             play.engine.release("a")
             await asyncio.sleep(0)
             play.answer()
             await ahead
             play.engine.release("ahead")
-        assert play.ended == ["a"]
+        assert (play.asked, play.ended) == ([], [])
         assert not any(isinstance(message, PullRows) for message in play.steps)
+        play.end("a")
+
+    run()
+
+
+@scenario
+async def test_a_request_that_waits_for_blocks_has_no_loan_yet():
+    """Its lender may be waiting for somebody who waits behind it."""
+    play = Borrowing(num_blocks=3, pcp=1, dcp=1)
+    ahead = play.submit("ahead", 12)
+    await asyncio.sleep(0)
+    task = play.borrow("a", range(100, 112), 8)
+    await answered()
+    play.answer()
+    await ahead
+    await answered()
+    assert (play.engine.num_waiting, play.asked) == (1, [])
+    play.engine.release("ahead")
+    await answered()
+    assert play.asked == ["a"]
+    play.pulled("a", 0)
+    play.answer()
+    await task
+    play.end("a")
+
+
+@pytest.mark.parametrize("why", ["released", "a rank is lost", "the lender is lost"])
+def test_a_request_that_ends_while_its_lender_is_asked(why):
+    """Its blocks stay its own until the answer, which is given back at once."""
+
+    @scenario
+    async def run():
+        play, answer = Borrowing(), asyncio.get_running_loop().create_future()
+        task = play.borrow("a", range(20), 12, answer)
+        await answered()
+        assert (play.asked, play.steps) == (["a"], [])
+        if why == "released":
+            play.engine.release("a")
+            play.engine.release("a")
+        elif why == "a rank is lost":
+            play.engine.fail(KvflowError("a rank is gone"))
+            play.engine.release("a")  # as the front does behind every failure
+        assert play.pool.count("used") == 3
+        if why == "the lender is lost":
+            answer.set_exception(KvflowError("decode-0 is gone"))
+        else:
+            answer.set_result(None)
+        await answered()
+        assert play.steps == []
+        assert play.ended == ([] if why == "the lender is lost" else ["a"])
+        with pytest.raises((KvflowError, asyncio.CancelledError)):
+            await task
         play.end("a")
 
     run()
@@ -171,7 +235,7 @@ def test_a_loan_ends_also_if_the_request_never_begins(why):
 async def test_a_reset_while_rows_are_borrowed_forgets_them():
     play = Borrowing()
     task = play.borrow("a", range(20), 12)
-    await asyncio.sleep(0)
+    await answered()
     play.pulled("a", 0)
     assert play.engine.reset_prefix_cache() == {"device": 0}
     play.pulled("a", 1)
@@ -189,7 +253,7 @@ async def test_many_that_borrow_the_same_prefix_at_once():
     play = Borrowing(num_blocks=40)
     names = [f"r{i}" for i in range(8)]
     tasks = [play.borrow(name, range(20), 12) for name in names]
-    await asyncio.sleep(0)
+    await answered()
     assert [m.request_id for m in play.steps if isinstance(m, PullRows)] == names
     for rank in (1, 0):
         for name in reversed(names):

@@ -55,7 +55,7 @@ def assert_travels(request):
     prompt, sampling = list(request.prompt), request.sampling
     source = Source("prefill-0", {}, 0, len(prompt), "d")
     salt = request.cache_salt
-    sent = Admit(request.request_id, prompt, 1, sampling, [source], len(prompt), salt)
+    sent = Admit(request.request_id, prompt, 1, sampling, source, len(prompt), salt)
     got = decode_to_rank(encode(sent))
     assert got == sent
     assert got.salt == salt

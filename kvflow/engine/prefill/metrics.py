@@ -53,7 +53,10 @@ def _by_rank(numbers: Numbers) -> list[Sample]:
 
 def prefill_metrics(engine: PrefillEngine) -> list[Metric]:
     """Steps, requests, blocks by group and state, reused tokens and units by tier."""
-    kv = engine.kv
+    return [*_of_steps(engine), *_of_prefixes(engine)]
+
+
+def _of_steps(engine: PrefillEngine) -> list[Metric]:
     states: tuple[State, ...] = ("used", "pinned", "quarantined", "cached")
     blocks = [
         Sample(float(count), {"group": name, "state": state})
@@ -61,12 +64,6 @@ def prefill_metrics(engine: PrefillEngine) -> list[Metric]:
         for state, count in (("free", pool.num_free), *((s, pool.count(s)) for s in states))
     ]
     queue = {"waiting": engine.num_waiting, "running": engine.num_running}
-    events = {"device": {"evicted": kv.cache.num_evicted}}
-    units: dict[str, Mapping[str, int]] = {}
-    if kv.tiers is not None:
-        events |= kv.tiers.events()
-        units |= kv.tiers.units()
-        events["host"]["load_refused"] = kv.num_refused_loads
     return [
         _total("kvflow_prefill_steps", "Prefill steps begun.", [Sample(float(engine.num_steps))]),
         _total(
@@ -91,6 +88,18 @@ def prefill_metrics(engine: PrefillEngine) -> list[Metric]:
             _by("state", queue.items()),
         ),
         Metric("kvflow_prefill_blocks", "Blocks of the prefill pools.", "gauge", blocks),
+    ]
+
+
+def _of_prefixes(engine: PrefillEngine) -> list[Metric]:
+    kv = engine.kv
+    events = {"device": {"evicted": kv.cache.num_evicted}}
+    units: dict[str, Mapping[str, int]] = {}
+    if kv.tiers is not None:
+        events |= kv.tiers.events()
+        units |= kv.tiers.units()
+        events["host"]["load_refused"] = kv.num_refused_loads
+    return [
         _total(
             "kvflow_prefix_reused_tokens",
             "Prompt tokens not computed, by the tier their rows came from.",
