@@ -12,13 +12,17 @@ from test_decode import Gate, World
 from kvflow.engine.decode.requests import Phase
 from kvflow.engine.messages import (
     Abort,
+    AskLoan,
     EndLoan,
+    ForgetPrefixes,
     Gauges,
     Generated,
     Lend,
     Lent,
+    Loaned,
     Readable,
     RequestFailed,
+    Source,
     TransferEnded,
 )
 from kvflow.engine.prefix.config import PrefixConfig
@@ -100,7 +104,15 @@ def make():
 # --- C06, C07, K07
 
 
-@pytest.mark.parametrize(("known", "held"), [(0, 0), (7, 4), (9, 8), (17, 16), (31, 28), (32, 28)])
+@pytest.mark.parametrize(
+    ("known", "held"),
+    [
+        (0, 0),
+        (17, 16),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(7, 4), (9, 8), (31, 28)]),
+        (32, 28),
+    ],
+)
 def test_c06_k07_only_what_is_not_held_moves_chunk_by_chunk(make, known, held):
     """A prompt of 32 behind one that shares `known` tokens. (A block is known with the token behind
     it, hence 9 and 17; of a prompt of 32 the last token is never known.)"""
@@ -239,7 +251,7 @@ def test_k05_a_prompt_computed_here_reuses_what_is_held_and_says_so(make, known,
     if known:
         world.whole("before", known, world.admit("before", known))
     admit = world.prefill("a", 20, 4)
-    world.tell(replace(admit, first_token=None, sources=[]))
+    world.tell(replace(admit, first_token=None, source=None))
     world.turn(lambda: world.finished("a"))
     alone = one_rank_tokens(world.requests["a"], "float64")
     got = world.sent(Generated, "a")
@@ -284,4 +296,100 @@ def test_nothing_is_lent_that_is_not_known(make, salt):
     lent = world.lend("loan", TOKENS[:16], salt)
     assert (lent.length, lent.tables) == (0, {})
     assert world.pool.count("pinned") == 0
+    world.settle()
+
+
+# --- what others lend to this engine
+
+
+def borrows(world, name, length, lender_tokens=16):
+    """A request of which a sibling is said to hold so much; its first token."""
+    admit = world.prefill(name, length, 4)
+    world.tell(replace(admit, lender="decode-1", lender_tokens=lender_tokens))
+    return admit.first_token
+
+
+LOAN = Source("decode-1", {"kv": [1, 2, 3, 4]}, 0, 16, "d")
+"""Of an engine that is not connected."""
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_what_is_lent_to_a_request_that_has_left_is_given_back(make, has):
+    world = make()
+    borrows(world, "a", 20)
+    world.turn(lambda: world.sent(AskLoan, "a"))
+    world.turns(3)
+    assert world.sent(AskLoan, "a") == [AskLoan("a", "decode-1")]
+    assert world.engine.counters["transfer_parts"] == 0  # the loan would be read first
+    world.tell(Abort("a"))
+    world.turn(lambda: world.sent(TransferEnded, "a"))
+    world.settle()
+    world.tell(Loaned("a", LOAN if has else None))
+    world.turns(3)
+    ends = [(m.engine, m.report, m.error) for m in world.sent(TransferEnded, "a")]
+    assert ends == [("prefill-0", None, None), *[("decode-1", None, None)] * has]
+    assert world.sent(RequestFailed, "a") == world.sent(Generated, "a") == []
+    world.settle()
+
+
+@pytest.mark.parametrize("kind", ["nothing", "of an engine that is not connected"])
+def test_a_loan_that_cannot_be_read_leaves_all_to_the_prompts_engine(make, kind):
+    world = make()
+    borrows(world, "a", 20)
+    world.turn(lambda: world.sent(AskLoan, "a"))
+    world.tell(Loaned("a", None if kind == "nothing" else LOAN))
+    world.turn(lambda: world.finished("a"))
+    world.assert_right("a")
+    *given_back, ended = world.sent(TransferEnded, "a")
+    assert (ended.engine, ended.report["nbytes"]) == ("prefill-0", world.expected_nbytes(0, 20))
+    assert [m.engine for m in given_back] == ["decode-1"] * (kind != "nothing")
+    world.settle()
+
+
+def test_nobody_is_asked_for_a_loan_while_there_are_no_blocks_or_no_need(make):
+    """The lender may itself be waiting for blocks that somebody keeps for this engine."""
+    world = make(num_blocks=8)
+    first = world.admit("ahead", 20)
+    world.stream("ahead", 8)
+    borrows(world, "a", 20)
+    world.turns(5)
+    assert world.work("a").phase is Phase.WAITING
+    assert world.sent(AskLoan, "a") == []
+    world.tell(Readable("ahead", 20, first))
+    world.turn(lambda: world.finished("a"))  # by now it holds as much itself
+    world.assert_right("a")
+    assert world.sent(AskLoan, "a") == []
+    assert world.engine.counters["reused_tokens"] == 16
+    world.settle()
+
+
+# --- prefixes that are to be forgotten
+
+
+def test_nothing_from_before_is_known_once_prefixes_are_forgotten(make):
+    """One request is over then, one generates, one is on its way, and one waits."""
+    world = make(num_blocks=40, max_batch=3)
+    world.whole("over", 16, world.admit("over", 16))
+    runs, comes = world.admit("runs", 20, 12, offset=3), world.admit("comes", 20, offset=5)
+    waits = world.admit("waits", 20, offset=7)
+    world.stream("comes", 8)
+    world.tell(Readable("runs", 20, runs))
+    world.turn(lambda: len(world.sent(Generated, "runs")) > 1)
+    assert not world.finished("runs")
+    assert world.work("waits") is not None
+    world.tell(ForgetPrefixes())
+    world.turn(lambda: world.finished("runs"))
+    for name, first in (("comes", comes), ("waits", waits)):
+        world.stream(name, 20, first)
+        world.turn(lambda n=name: world.finished(n))
+    for offset, name in enumerate(["over", "runs", "comes", "waits"]):
+        world.assert_right(name)
+        said = one_rank_tokens(world.requests[name], "float64")
+        turn = [*world.requests[name].prompt, *said, 7]
+        assert world.lend(f"of {name}", turn).length == 0, offset
+    assert world.pool.num_free == world.pool.num_blocks
+    world.whole("new", 16, world.admit("new", 16))
+    assert world.engine.counters["reused_tokens"] == 0
+    assert world.lend("of new", world.requests["new"].prompt).length == 12  # it goes on
+    world.tell(EndLoan("of new"))
     world.settle()

@@ -23,6 +23,7 @@ from kvflow.engine.messages import (
     Pushed,
     Readable,
     RequestFailed,
+    Source,
     TransferEnded,
 )
 from kvflow.engine.moves import Mover
@@ -135,10 +136,19 @@ class Desk:
             if work.request_id == message.request_id and work.phase is Phase.PULLING:
                 work.incoming.is_asking = False
                 if source is not None:
-                    work.incoming.lent(source, self.pulls.derive(work.request_id, source))
+                    self._lent(work, source)
                 return
         if source is not None:
             self._ended(message.request_id, source.engine, [], None, None)
+
+    def _lent(self, work: Decoding, source: Source) -> None:
+        """A loan that cannot be read is given back: the other source has all."""
+        try:
+            plan = self.pulls.derive(work.request_id, source)
+        except KvflowError as error:
+            self._ended(work.request_id, source.engine, [], None, str(error))
+        else:
+            work.incoming.lent(source, plan)
 
     def forget_prefixes(self) -> None:
         """What is here, or on its way here, may be used by its own requests only."""
