@@ -178,7 +178,7 @@ def test_a_decode_engine_that_refuses_ends_the_prefill_that_still_runs():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("prefills", [1, 2])
+@pytest.mark.parametrize("prefills", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_prefix_that_many_ask_for_at_once(prefills):
     """10 prompts behind one prefix of 40, in chunks, some of which leave; twice."""
     one = launch(prefill_engines=prefills, decode_ranks=2, max_num_batched_tokens=16)
@@ -200,6 +200,41 @@ def test_a_prefix_that_many_ask_for_at_once(prefills):
             assert deployment.num_requests["failed"] == 0
             held = sum(e.kv.num_reused["device"] for e in deployment.prefills.values())
             assert held >= 8 * 40  # the second time at least
+
+    asyncio.run(run())
+
+
+def test_after_a_reset_no_next_turn_finds_what_was_there_before():
+    """Neither of a request that is over, nor of one that generates meanwhile: a decode engine
+    holds nothing of them for its own, and lends nothing."""
+
+    async def run():
+        async with world(launch()) as deployment:
+            over = request("over", IDS[:24], greedy(9))
+            runs = request("runs", (7, *IDS[:20]), greedy(24))
+            await served(deployment, over)
+            got = 0
+            async for _ in deployment.generate(runs):
+                got += 1
+                if got == 3:
+                    (live,) = deployment.journeys.live.values()
+                    assert got + live.events.qsize() < 24  # it still generates
+                    deployment.reset_prefix_cache()
+            assert got == 24
+            await until(lambda: not deployment.journeys.live)
+            await assert_idle(deployment, 128)
+            for before in (over, runs):
+                turn = (*before.prompt, *one_rank_tokens(before, "float64"), 3, 4)
+                _, cached, report = await served(
+                    deployment, request(f"after {before.request_id}", turn)
+                )
+                assert (cached, report["num_held"]) == (0, 0)
+                assert report["nbytes"] == nbytes(deployment, 0, len(turn))
+            assert reused(deployment) == {}
+            assert deployment.counters["decode-0"]["reused_tokens"] == 0
+            # from here on prefixes are kept as before
+            _, cached, report = await served(deployment, request("again", (*turn, 5)))
+            assert cached == report["num_held"] == len(turn) // 4 * 4
 
     asyncio.run(run())
 

@@ -245,7 +245,9 @@ def test_a_request_that_waits_hears_what_is_computed_meanwhile(make):
 # --- prompts that are computed here
 
 
-@pytest.mark.parametrize(("known", "held"), [(0, 0), (17, 16), (20, 16)])
+@pytest.mark.parametrize(
+    ("known", "held"), [(0, 0), pytest.param(17, 16, marks=pytest.mark.slow), (20, 16)]
+)
 def test_k05_a_prompt_computed_here_reuses_what_is_held_and_says_so(make, known, held):
     world = make(max_num_batched_tokens=6)
     if known:
