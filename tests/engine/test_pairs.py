@@ -24,9 +24,6 @@ NUM_ROWS = 32
 CI = (0, 1, 5)
 """Rows that every run serves; all others are served in the slow tier."""
 
-PUSHES_TOO_EARLY = "rows are pushed into blocks whose last owner has not flushed its own yet"
-LOANS_WAIT = "a request that waits for prefill keeps a loan for which those ahead of it wait"
-
 NAMES = {
     "prefill_kv": ["prefill_kv_tokens"],
     "decode_kv": ["decode_kv_tokens"],
@@ -81,11 +78,7 @@ def test_the_row_gives_the_tokens_of_one_rank(at, tmp_path):
 
 
 def _all_others():
-    marks = {
-        6: pytest.mark.xfail(reason=PUSHES_TOO_EARLY, strict=False),
-        21: pytest.mark.xfail(reason=LOANS_WAIT, run=False),
-    }
-    return [pytest.param(i, marks=marks.get(i, ())) for i in range(NUM_ROWS) if i not in CI]
+    return [i for i in range(NUM_ROWS) if i not in CI]
 
 
 @pytest.mark.slow
@@ -95,7 +88,6 @@ def test_all_rows_give_the_tokens_of_one_rank(at, tmp_path):
     play(scene(covering().rows[at], tmp_path))
 
 
-@pytest.mark.xfail(reason=PUSHES_TOO_EARLY, strict=True)
 def test_rows_are_pushed_behind_the_last_ones_of_who_left():
     """A HiSparse rank that is slow to flush a request that left, whose blocks the next one gets."""
     sizes = {"max_model_len": 32, "decode_kv_tokens": 32, "prefill_block": 4, "decode_block": 4}
@@ -133,7 +125,6 @@ def test_the_page_is_of_these_rows(tool):
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(told)
 
 
-@pytest.mark.xfail(reason=f"row 6: {PUSHES_TOO_EARLY}; row 21: {LOANS_WAIT}", strict=True)
 def test_every_row_gave_the_tokens_of_one_rank(tool):
     assert not [one["error"] for one in tool.runs() if "error" in one]
 
