@@ -74,13 +74,16 @@ WORDS: Mapping[str, Words] = {
     ),
     "prefix.block_size": _rows("granularity of reuse; none: the prefill block", "--prefix-block"),
     "prefix.host_nbytes": Words(
-        "host memory for KV of prefixes", "bytes", ("--host-tier-gib",), gib=True
+        "host memory for KV of prefixes, of each prefill engine",
+        "bytes",
+        ("--host-tier-gib",),
+        gib=True,
     ),
     "prefix.disk_directory": Words(
         "where the files of the disk tier lie", "", ("--disk-tier-directory",)
     ),
     "prefix.disk_nbytes": Words(
-        "most that these files take", "bytes", ("--disk-tier-gib",), gib=True
+        "most that the files of each prefill engine take", "bytes", ("--disk-tier-gib",), gib=True
     ),
     "access.attention": Words(
         "what moves where KV is sharded: whole contexts, the union of chosen rows, or queries",

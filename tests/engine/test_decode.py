@@ -233,6 +233,7 @@ def test_d01_late_writes_of_a_failed_pull_meet_quarantined_blocks(make):
     world.turns()
     assert world.sent(Generated, "c") == []
     assert not world.engine.worker.endpoint.quiesced()
+    assert world.engine._patience() is not None  # nobody says when the blocks are back
     world.gate.open.set()
     world.turn(lambda: world.finished("c"))
     world.assert_right("c")

@@ -15,6 +15,7 @@ from engine_world import (
     one_rank_tokens,
     request,
     serve_all,
+    until,
     world,
 )
 from safetensors.torch import load_file, save_file
@@ -39,7 +40,11 @@ def spoilt(directory, token):
 
 def launch(directory, token, **changes):
     wide = {"kv_dtype": "float64", "dtype": "float64", "prefill_block": 4, "decode_block": 4}
-    wide |= {"prefix": PrefixConfig(True), "max_num_batched_tokens": 16, "num_drafts": 2}
+    wide |= {
+        "prefix": PrefixConfig(True, host_nbytes=1 << 22),
+        "max_num_batched_tokens": 16,
+        "num_drafts": 2,
+    }
     return evolve(config(**wide | changes), model=spoilt(directory, token))
 
 
@@ -68,8 +73,12 @@ async def play(directory, token, bad, **changes):
         assert await deployment.healthy()
         if not said[0][0]:
             for engine in deployment.prefills.values():
-                match = engine.kv.cache.index.match(engine.kv.of(bad).chain, len(bad.prompt))
-                assert match.length == 0
+                chain = engine.kv.of(bad).chain
+                assert engine.kv.cache.index.match(chain, len(bad.prompt)).length == 0
+                assert engine.tiers.match(chain, 0, len(bad.prompt)) is None
+            # nor on the decode engine, which had read what came before
+            index = deployment.routing.router.index
+            await until(lambda: not index.hits(chain.hashes))
         assert deployment.num_requests == {"finished": 6, "aborted": 0, "failed": 2}
         await assert_idle(deployment, -(-start.decode_kv_tokens // start.decode_block))
     assert said[0] == said[1]

@@ -334,17 +334,27 @@ def test_what_is_lent_to_a_request_that_has_left_is_given_back(make, has):
     world.settle()
 
 
-@pytest.mark.parametrize("kind", ["nothing", "of an engine that is not connected"])
+OFFERS = {
+    "nothing": (None, []),
+    "of an engine that is not connected": (LOAN, [True]),
+    "no more than what is here": (Source("decode-1", {"kv": []}, 0, 0, "d"), [False]),
+}
+"""What is lent, and whether it is given back with an error."""
+
+
+@pytest.mark.parametrize("kind", OFFERS)
 def test_a_loan_that_cannot_be_read_leaves_all_to_the_prompts_engine(make, kind):
+    loan, given = OFFERS[kind]
     world = make()
     borrows(world, "a", 20)
     world.turn(lambda: world.sent(AskLoan, "a"))
-    world.tell(Loaned("a", None if kind == "nothing" else LOAN))
+    world.tell(Loaned("a", loan))
     world.turn(lambda: world.finished("a"))
     world.assert_right("a")
     *given_back, ended = world.sent(TransferEnded, "a")
     assert (ended.engine, ended.report["nbytes"]) == ("prefill-0", world.expected_nbytes(0, 20))
-    assert [m.engine for m in given_back] == ["decode-1"] * (kind != "nothing")
+    assert [m.error is not None for m in given_back] == given
+    assert {m.engine for m in given_back} <= {"decode-1"}
     world.settle()
 
 

@@ -142,7 +142,11 @@ class Desk:
             self._ended(message.request_id, source.engine, [], None, None)
 
     def _lent(self, work: Decoding, source: Source) -> None:
-        """A loan that cannot be read is given back: the other source has all."""
+        """A loan that cannot be read, or has no more than what is here, is given back: the other
+        source has all."""
+        if source.stop <= work.computed:
+            self._ended(work.request_id, source.engine, [], None, None)
+            return
         try:
             plan = self.pulls.derive(work.request_id, source)
         except KvflowError as error:
@@ -163,6 +167,8 @@ class Desk:
             if work.request_id != request_id or work.phase is Phase.QUARANTINED:
                 continue
             work.aborted = True
+            if not work.num_generated:  # perhaps because its rows are worth nothing
+                work.may_keep = False
             if not work.incoming.missing:
                 self._end_unread(work, None)
                 return work

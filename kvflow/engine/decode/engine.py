@@ -149,7 +149,8 @@ class DecodeEngine:
             return 0.001 if self._stalled else 0.0
         if self._desk.is_pulling:
             return 0.001
-        return 0.05 if self._desk.is_moving else None
+        waiting = self._desk.requests(Phase.WAITING)  # blocks may have come back without a word
+        return 0.05 if self._desk.is_moving or waiting else None
 
     # --- messages
 

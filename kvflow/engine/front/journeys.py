@@ -12,7 +12,7 @@ from functools import partial
 
 from attrs import define, field
 
-from kvflow.engine.api import Request, TokenOutput, Unavailable
+from kvflow.engine.api import Overloaded, Request, TokenOutput, Unavailable
 from kvflow.engine.finish import finish_reason
 from kvflow.engine.front.lenders import Lenders, loan_id
 from kvflow.engine.front.live import Live, output
@@ -48,6 +48,7 @@ class Journeys:
     lenders: Lenders
     eos_ids: frozenset[int]
     streaming: bool
+    max_waiting: int = 256
     failure: str | None = None
     live: dict[str, Live] = field(init=False, factory=dict)
     _asking: "set[asyncio.Task[None]]" = field(init=False, factory=set)
@@ -76,6 +77,10 @@ class Journeys:
         if (live := self.live.get(request_id)) is not None:
             if isinstance(message, RequestFailed):
                 live.error = live.error or message.error
+            elif not live.has_begun:
+                live.has_begun = True
+                if live.route.prefill is None:
+                    self.routing.prefilled(request_id)
             live.events.put_nowait(message)
 
     def lend(self, reader: str, ask: AskLoan) -> None:
@@ -126,6 +131,7 @@ class Journeys:
         had before: an end of its namesake may still be on its way."""
         live = self.live[work.request_id] = Live(work, self.routing.route(work))
         if live.route.prefill is None:
+            self._check_queue(live.route.decode)
             self._admit(live, None, len(work.prompt))
         else:
             engine = self.prefills[live.route.prefill]
@@ -174,6 +180,13 @@ class Journeys:
         else:
             source = engine.source(work.request_id)
             self._admit(live, source, length, first.token)
+
+    def _check_queue(self, decode: str) -> None:
+        """Raises `Overloaded` if too many prompts wait to be computed by a decode engine."""
+        mine = [w for w in self.live.values() if w.route.decode == decode and not w.has_begun]
+        waiting = sum(w.route.prefill is None for w in mine) - 1
+        if waiting >= self.max_waiting:
+            raise Overloaded(f"{waiting} requests wait, the limit is {self.max_waiting}")
 
     def _admit(
         self, live: Live, source: Source | None, readable: int, first: int | None = None

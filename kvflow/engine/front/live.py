@@ -14,13 +14,15 @@ from kvflow.router.policy import Route
 @define(eq=False)
 class Live:
     """`is_admitted`: its decode engine knows it. `may_keep`: whether what is computed for it may
-    become a prefix of others. `report`: of the transfer from the engine that computed the prompt.
-    `error`: why the decode engine gave it up."""
+    become a prefix of others. `has_begun`: whether the decode engine has said a token. `report`: of
+    the transfer from the engine that computed the prompt. `error`: why the decode engine gave it
+    up."""
 
     work: Request
     route: Route
     is_admitted: bool = False
     may_keep: bool = True
+    has_begun: bool = False
     report: dict[str, Any] | None = None
     error: str | None = None
     events: "asyncio.Queue[Generated | RequestFailed]" = field(factory=asyncio.Queue)

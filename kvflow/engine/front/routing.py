@@ -8,7 +8,7 @@ from kvflow.engine.api import Request
 from kvflow.engine.front.options import FrontOptions
 from kvflow.engine.prefill import PrefillEngine
 from kvflow.engine.prefix.hashes import HASH_SCHEME, PrefixHasher
-from kvflow.router.config import TIER_COSTS, EngineInfo, Load
+from kvflow.router.config import EngineInfo, Load
 from kvflow.router.events import KVEvents
 from kvflow.router.log import ChainScheme, KVEventLog
 from kvflow.router.policy import Route, Router
@@ -36,7 +36,7 @@ class Routing:
         kv = next(iter(prefills.values())).kv
         if not kv.config.enabled:
             return cls(router, None)
-        tiers = tuple(tier for tier in TIER_COSTS if tier == "device" or kv.tiers is not None)
+        tiers = ("device", "host") if kv.tiers is not None else ("device",)  # files: not told
         room = sum(e.max_kv_tokens for e in router.engines if e.role == "decode")
         scheme = ChainScheme(HASH_SCHEME, kv.hasher.content, options.block_size)
         return cls(router, kv.hasher, KVEventLog(scheme, tiers, room))

@@ -163,9 +163,12 @@ class PrefillKV:
         kv.stores = {}
 
     def forget(self, kv: RequestKV) -> None:
-        """What lies in the request's blocks is known no more, that of earlier requests included."""
+        """What lies in the request's blocks is known no more, in no tier, that of earlier requests
+        included."""
         kv.trail.ended = True
         self.cache.forget(kv.tables)
+        if self.tiers is not None:
+            self.tiers.forget(kv.chain)
 
     def borrowed(self, kv: RequestKV, num_tokens: int) -> None:
         """So many positions behind what was known came from another engine."""

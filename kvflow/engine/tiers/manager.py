@@ -192,6 +192,15 @@ class Tiers:
         for unit in stores.values():
             self.host.discard(unit)
 
+    def forget(self, chain: Chain) -> None:
+        """No block of a chain is found any more, whatever its last row was made with; units that
+        somebody reads stay until then."""
+        for k in range(len(chain)):
+            while (found := self.host.variant(chain, k)) is not None:
+                self.host.forget([found[0]])
+            while self.traffic and (file := self.traffic.disk.variant(chain, k)) is not None:
+                self.traffic.disk.refuse(file)
+
     def clear(self) -> dict[str, int]:
         """Forgets everything; returns how many units each tier forgot."""
         disk = {"disk": self.traffic.clear()} if self.traffic is not None else {}
