@@ -173,7 +173,7 @@ def waves(draw, aim):
     """Prompts that begin alike, within a wave and from wave to wave."""
     stems = [_words(draw(st.integers(0, 2**32 - 1)), MAX_STEM) for _ in range(2)]
     drawn, crowd = [], aim == "crowd"
-    for i in range(1 if crowd else draw(st.integers(1, 3))):
+    for i in range(1 if crowd else draw(st.integers(1, 2))):
         count = draw(st.integers(3, 4) if crowd else st.integers(1, 3))
         drawn.append(tuple(draw(arrivals(aim, f"r{i}.{j}", stems)) for j in range(count)))
     if aim == "turns":

@@ -24,6 +24,7 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # some 300 moves, byte by byte: seconds alone, minutes on a busy machine
 def test_fault_k12_the_committed_page_is_what_a_run_gives(tool: ModuleType) -> None:
     committed = (ROOT / "docs/capabilities.md").read_text(encoding="utf-8")

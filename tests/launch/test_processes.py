@@ -53,7 +53,7 @@ def _slow(changes):
         _slow({"pcp": 4, "dcp": 4, "interleave": 1, "prefill_block": 16, "decode_block": 64}),
         _slow({"pcp": 2, "dcp": 1, "interleave": 3, "prefill_block": 4, "decode_block": 8}),
         {"pcp": 2, "dcp": 2, "interleave": 16, "prefill_block": 4, "decode_block": 8},
-        {"pcp": 1, "decode_dcp": 2, "decode_interleave": 3, "prefill_block": 4, "decode_block": 8},
+        _slow({"pcp": 1, "decode_dcp": 2, "decode_interleave": 3, "decode_block": 8}),
         {"pcp": 1, "tp": 2, "dcp": 2, "decode_tp": 2, "hisparse": True, "num_drafts": 3},
     ],
     ids=lambda c: "-".join(map(str, c.values())),

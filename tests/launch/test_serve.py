@@ -65,6 +65,7 @@ def test_ctrl_c_ends_every_process_in_time(start, busy):
     assert "Traceback" not in server.output()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_ranks_start(start):
     server = start(*SMALL)
     end = time.monotonic() + 60

@@ -90,6 +90,7 @@ def test_a_killed_peer_is_an_error_at_once_and_can_come_back():
     again.close()
 
 
+@pytest.mark.slow
 def test_an_owner_that_dies_while_it_packs_is_noticed():
     """No read is under way then: the reader asks whether the owner still lives."""
     bound = pair((0, 100), ranks=1)
@@ -109,6 +110,7 @@ def test_an_owner_that_dies_while_it_packs_is_noticed():
     child.kill()
 
 
+@pytest.mark.slow
 def test_d01_d03_a_silent_peer_leaves_the_target_unquiesced_until_it_ends():
     """Over plain TCP a stopped owner answers no read. The pull ends at its deadline, its handle is
     kept, nothing is cancelled or freed; when the owner wakes up the bytes still arrive."""

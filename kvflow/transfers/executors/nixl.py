@@ -146,8 +146,8 @@ class NixlEndpoint:
 
     def _reached(self, blob: bytes, deadline: Deadline) -> Peer:
         """A peer that was read from. One that is known may be asking us at this moment, so it is
-        made known anew only if it cannot be read."""
-        peer = self._admit(blob)
+        made known anew only if it cannot be read, or reads of failed pulls are still under way."""
+        peer = self._admit(blob, fresh=self._door.num_late() > 0)
         try:
             self._door.probe(peer, deadline)
         except self._agent.errors:
