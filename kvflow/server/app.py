@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from attrs import define, evolve, frozen
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,6 +26,7 @@ from kvflow.server.protocol import (
     read_chat,
     read_completion,
 )
+from kvflow.server.routes import application
 from kvflow.server.tokenizer import TextTokenizer
 
 REPORT_HEADER = "x-kvflow-report"
@@ -56,21 +56,19 @@ def make_app(
     model = Model(engine.model_name, engine.max_model_len, tokenizer, config.max_choices)
     stopping = asyncio.Event()
     front = _Front(engine, model, config, ServerMetrics(), stopping, int(time.time()))
-    routes = [
-        Route("/v1/completions", front.completions, methods=["POST"]),
-        Route("/v1/chat/completions", front.chat, methods=["POST"]),
-        Route("/v1/models", front.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", front.one_model, methods=["GET"]),
-        Route("/health", front.health, methods=["GET"]),
-        Route("/metrics", front.show_metrics, methods=["GET"]),
-        Route("/kv_events", front.kv_events, methods=["GET"]),
-        Route("/tokenize", front.tokenize, methods=["POST"]),
-        Route("/detokenize", front.detokenize, methods=["POST"]),
-    ]
-    handlers = {ApiError: _answer_error, HTTPException: _answer_error, Exception: _answer_error}
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.state.stopping = stopping
-    return app
+    answers = {
+        "/v1/completions": front.completions,
+        "/v1/chat/completions": front.chat,
+        "/v1/models": front.models,
+        "/v1/models/{name:path}": front.one_model,
+        "/health": front.health,
+        "/metrics": front.show_metrics,
+        "/tokenize": front.tokenize,
+        "/detokenize": front.detokenize,
+    }
+    return application(
+        answers, _answer_error, stopping, [Route("/kv_events", front.kv_events, methods=["GET"])]
+    )
 
 
 def _answer_error(request: Request, error: Exception) -> Response:

@@ -7,21 +7,20 @@ from uuid import uuid4
 
 from attrs import define
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvflow.router.front.fleet import NO_CHAIN, Chained, Fleet
 from kvflow.router.front.metrics import FrontMetrics
 from kvflow.router.front.relay import Job, Relay, as_front_error
 from kvflow.server.app import ServerConfig, read_body
-from kvflow.server.errors import ApiError, json_response
+from kvflow.server.errors import json_response
 from kvflow.server.fields import Fields, read_object
 from kvflow.server.generation import outcome_of
 from kvflow.server.metrics import CONTENT_TYPE, exposition
 from kvflow.server.protocol import Call, Model, check_model, read_chat, read_completion
+from kvflow.server.routes import application
 from kvflow.server.tokenizer import TextTokenizer
 
 _READERS: dict[str, Callable[[Fields, Model], Call]] = {
@@ -39,20 +38,17 @@ def make_front(
     front = _Front(
         fleet, tokenizer, config or ServerConfig(), fleet.metrics, stopping, int(time.time())
     )
-    routes = [
-        Route("/v1/completions", front.completions, methods=["POST"]),
-        Route("/v1/chat/completions", front.chat, methods=["POST"]),
-        Route("/v1/models", front.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", front.one_model, methods=["GET"]),
-        Route("/health", front.health, methods=["GET"]),
-        Route("/metrics", front.show_metrics, methods=["GET"]),
-        Route("/tokenize", front.tokenize, methods=["POST"]),
-        Route("/detokenize", front.tokenize, methods=["POST"]),
-    ]
-    handlers = {ApiError: _answer_error, HTTPException: _answer_error, Exception: _answer_error}
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.state.stopping = stopping
-    return app
+    answers = {
+        "/v1/completions": front.completions,
+        "/v1/chat/completions": front.chat,
+        "/v1/models": front.models,
+        "/v1/models/{name:path}": front.one_model,
+        "/health": front.health,
+        "/metrics": front.show_metrics,
+        "/tokenize": front.tokenize,
+        "/detokenize": front.tokenize,
+    }
+    return application(answers, _answer_error, stopping)
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
