@@ -61,9 +61,8 @@ def test_fault_e06_either_mover_of_files_keeps_rows_in_order(make_mover, tmp_pat
 
 
 def test_fault_e06_without_nixl_processes_move_no_files_in_another_way(tmp_path, monkeypatch):
-    config = LaunchConfig(
-        "unused", prefix=PrefixConfig(disk_directory=tmp_path, disk_nbytes=1 << 20)
-    )
+    prefix = PrefixConfig(host_nbytes=1 << 20, disk_directory=tmp_path, disk_nbytes=1 << 20)
+    config = LaunchConfig("unused", prefix=prefix)
     assert isinstance(files_of(config), NixlFiles)
     for package in ("nixl", "nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, f"{package}._api", None)
