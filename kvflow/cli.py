@@ -123,7 +123,7 @@ def _run_explain(options: argparse.Namespace) -> int:
 
 
 def _run_draw(options: argparse.Namespace) -> int:
-    """an SVG of who holds which token, and what flows where"""
+    """an SVG or PNG of who holds which token, and what flows where"""
     from kvflow.explain.command import run_draw
 
     return run_draw(options)
