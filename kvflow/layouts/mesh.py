@@ -6,6 +6,7 @@ over it is 4 ranks; PCP 2 x DCP 2 as plain axes is 4 ranks with shard strides of
 """
 
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from math import prod
 from typing import SupportsIndex
 
@@ -140,7 +141,7 @@ def rank_groups(groups: Iterable[Iterable[SupportsIndex]]) -> tuple[tuple[int, .
     return tuple(rank_ids(group) for group in items_of(groups))
 
 
-@frozen
+@frozen(cache_hash=True)
 class Placement:
     """A token sharding and, for each shard, the ranks that hold a copy of it."""
 
@@ -167,7 +168,7 @@ class Placement:
         check_num_ranks(sharding.num_shards)
         return cls(sharding, tuple((s,) for s in range(sharding.num_shards)))
 
-    @property
+    @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         return tuple(sorted(r for group in self.ranks for r in group))
 

@@ -49,6 +49,47 @@ def test_copies_equal_a_loop(case, long, chunk):
     assert torch.equal(src, before)
 
 
+@st.composite
+def pages(draw):
+    """Pages of 4 bytes, some of them neighbours on both sides, some cut, in any order."""
+    num = draw(st.integers(1, 24))
+    dense = draw(st.booleans())
+    filled = np.array(draw(st.permutations(range(num))))
+    others = st.lists(st.integers(0, 40), min_size=num, max_size=num, unique=True)
+    other = np.array(draw(others))
+    if draw(st.booleans()):  # a hole in the filled side
+        filled = filled + (filled >= draw(st.integers(0, num)))
+    nbytes = np.full(num, 4)
+    if draw(st.booleans()):
+        nbytes[draw(st.integers(0, num - 1))] = draw(st.integers(1, 3))
+    odd = draw(st.sampled_from([0, 0, 1]))  # a side whose pages are not whole pages apart
+    filled, other = 4 * filled, 4 * other + odd * (other > 20)
+    src, dst = (other, filled) if dense else (filled, other)
+    return Descriptors(src, dst, nbytes).coalesced(), 200, 200
+
+
+@settings(max_examples=200)
+@given(pages(), st.sampled_from([1, 2, 8]))
+def test_pages_that_fill_a_side_equal_a_loop(case, many):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges, "MANY", many)
+        test_copies_equal_a_loop.hypothesis.inner_test(case, 1, 1 << 18)
+
+
+@pytest.mark.parametrize("fills_target", [True, False])
+def test_pages_of_a_full_pool_are_copied_in_one_pass(fills_target):
+    """Neighbours by chance and a page that is not whole do not change that."""
+    nbytes, rng = 5000, np.random.default_rng(0)
+    filled, other = (nbytes * rng.permutation(n)[:90] for n in (90, 300))
+    lengths = np.full(90, nbytes)
+    lengths[7] -= 1
+    both = (other, filled) if fills_target else (filled, other)
+    copy = RangeCopy.of(Descriptors(*both, lengths).coalesced())
+    assert [f.fills_target for f in copy.fillings] == [fills_target] * len(copy.fillings)
+    assert sum(len(f.index) for f in copy.fillings) == 89
+    assert len(copy.slices) == 1
+
+
 def one(src: int, dst: int, nbytes: int) -> Descriptors:
     return Descriptors(*(np.array([0, x]) for x in (src, dst)), np.array([nbytes, nbytes]))
 
