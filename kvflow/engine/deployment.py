@@ -17,10 +17,12 @@ from kvflow.engine.front.lenders import Lenders
 from kvflow.engine.front.options import FrontOptions
 from kvflow.engine.front.roster import Roster
 from kvflow.engine.front.routing import Routing
+from kvflow.engine.front.units import TierLender
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import (
     AskLoan,
     AskPush,
+    AskUnits,
     ForgetPrefixes,
     FromRank,
     Gauges,
@@ -28,17 +30,16 @@ from kvflow.engine.messages import (
     KVChanged,
     LayersDone,
     Lent,
-    PullRows,
-    PushRows,
     RankFailed,
     Ready,
     RequestFailed,
     RowsPulled,
     RowsPushed,
-    RunStep,
     Shutdown,
     StepDone,
+    ToRank,
     TransferEnded,
+    UnitsRead,
 )
 from kvflow.engine.prefill import PrefillEngine
 from kvflow.engine.prefill.metrics import engine_metrics
@@ -74,6 +75,7 @@ class Deployment:
     num_requests: dict[str, int] = field(init=False)
     _roster: Roster = field(init=False)
     _lenders: Lenders = field(init=False)
+    _tier_lender: TierLender | None = field(init=False, default=None)
     _engine_of: dict[str, str] = field(init=False)
     _ids: set[str] = field(init=False, factory=set)
     _num_begun: int = field(init=False, default=0)
@@ -112,9 +114,7 @@ class Deployment:
                 tiers=tiers,
                 name=name,
             )
-            if tiers is not None:
-                for rank in ranks:
-                    self.hub.send(rank, tiers.attachment)
+        self._attach_tiers()
         self._lenders = Lenders(self.hub, layouts)
         self.routing = Routing.of(self.options, self.prefills, self.decode_ranks)
         self.journeys = Journeys(
@@ -128,6 +128,19 @@ class Deployment:
         for reader, source in self._readers():
             roster.connect(reader, source)
         self._reader = asyncio.create_task(self._read())
+
+    def _attach_tiers(self) -> None:
+        """Every rank of a prefill engine maps its tier, and decode engines on this host all of
+        them; these hear of it through their leaders."""
+        tiers = {name: e.tiers for name, e in self.prefills.items() if e.tiers is not None}
+        for name, one in tiers.items():
+            self._send_all(self.prefill_ranks[name], one.attachment)
+        host = self.options.host
+        near = [name for name in self.decode_ranks if self.options.host_of(name) == host]
+        for one in tiers.values():
+            self._send_all(near, one.attachment)
+        if tiers:
+            self._tier_lender = TierLender(self.hub, self.prefill.kv.hasher, (*tiers.values(),))
 
     def _readers(self) -> list[tuple[str, str]]:
         """Which engine may ever reach which: decode engines every prefill engine, all engines every
@@ -152,10 +165,12 @@ class Deployment:
                 self.hub.send(name, Shutdown())
             except KvflowError:
                 continue  # it is gone already
+        if self._tier_lender is not None:
+            await self._tier_lender.close()
         for engine in self.prefills.values():
             await engine.close()
 
-    def _send_all(self, ranks: Sequence[str], message: RunStep | PullRows | PushRows) -> None:
+    def _send_all(self, ranks: Sequence[str], message: ToRank) -> None:
         for name in ranks:
             self.hub.send(name, message)
 
@@ -186,6 +201,10 @@ class Deployment:
                 self.journeys.decoded_event(request_id, message)
             case AskLoan():
                 self.journeys.lend(name, message)
+            case AskUnits() if self._tier_lender is not None:
+                self._tier_lender.ask(name, message)
+            case UnitsRead() if self._tier_lender is not None:
+                self._tier_lender.read(message)
             case AskPush():
                 self.journeys.push(name, message)
             case RowsPushed():

@@ -36,6 +36,7 @@ from kvflow.engine.step_messages import (
     StepItem,
     UnitRows,
 )
+from kvflow.engine.unit_messages import AskUnits, Restore, Restored, Units, UnitsRead
 from kvflow.router.events import KVEvents
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Admit",
     "AskLoan",
     "AskPush",
+    "AskUnits",
     "AttachTier",
     "BlockCopy",
     "Connect",
@@ -63,6 +65,8 @@ __all__ = [
     "Readable",
     "Ready",
     "RequestFailed",
+    "Restore",
+    "Restored",
     "RowsPulled",
     "RowsPushed",
     "RunStep",
@@ -73,6 +77,8 @@ __all__ = [
     "ToRank",
     "TransferEnded",
     "UnitRows",
+    "Units",
+    "UnitsRead",
     "decode_from_rank",
     "decode_to_rank",
     "encode",
@@ -181,6 +187,7 @@ ToRank = (
     | Readable
     | Pushed
     | Loaned
+    | Units
     | ForgetPrefixes
     | Lend
     | EndLoan
@@ -195,6 +202,8 @@ FromRank = (
     | RowsPushed
     | AskPush
     | AskLoan
+    | AskUnits
+    | UnitsRead
     | Generated
     | TransferEnded
     | RequestFailed

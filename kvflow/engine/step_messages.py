@@ -15,13 +15,15 @@ class BlockCopy(Struct, frozen=True):
 
 
 class UnitRows(Struct, frozen=True):
-    """The positions [start, stop) of a request in units of the host tier: the first unit begins at
-    `start`. `labels` are what the units must be labelled with when they are read."""
+    """The positions [start, stop) of a request in units of the host tier: the first unit begins
+    `skipped` positions before `start`. `labels` are what the units must be labelled with when they
+    are read."""
 
     start: int
     stop: int
     units: list[int]
     labels: list[bytes] = []
+    skipped: int = 0
 
 
 class StepItem(Struct, frozen=True):
@@ -78,7 +80,7 @@ class LayersDone(Struct, frozen=True, tag=True):
 
 
 class AttachTier(Struct, frozen=True, tag=True):
-    """To a prefill rank: map the host tier's memory, units of `unit_size` tokens."""
+    """To a rank: map a host tier's memory, units of `unit_size` tokens."""
 
     name: str
     unit_size: int

@@ -1,6 +1,7 @@
 """LaunchConfig: everything a deployment is started from. Resolved once, handed to every rank."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -206,8 +207,15 @@ class LaunchConfig:
     def model_name(self) -> str:
         return self.served_model_name or self.model.resolve().name
 
-    def deployment(self, hub: Hub, files: FileMover | None = None) -> Deployment:
-        """The front of this deployment, not started. `files` serves a disk tier."""
+    def deployment(
+        self,
+        hub: Hub,
+        files: FileMover | None = None,
+        hosts: Mapping[str, str] | None = None,
+        host: str = "",
+    ) -> Deployment:
+        """The front of this deployment on `host`, not started. `files` serves a disk tier; `hosts`
+        says where engines run, by name, if not there."""
         return Deployment(
             hub,
             self.prefill_groups,
@@ -227,6 +235,8 @@ class LaunchConfig:
                 self.prefill_kv_tokens,
                 self.decode_kv_tokens,
                 self.transfer == "push",
+                hosts or {},
+                host,
             ),
         )
 

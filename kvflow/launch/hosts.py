@@ -44,8 +44,8 @@ async def joined_deployment(
     hub = ZmqHub(address, Curve(check_key(key)))
     try:
         check = _TierCheck(config, host)
-        await gather_ranks(hub, names, facts_of(config), start_timeout, check)
-        deployment = config.deployment(hub, files_of(config))
+        hosts = await gather_ranks(hub, names, facts_of(config), start_timeout, check)
+        deployment = config.deployment(hub, files_of(config), engine_hosts(config, hosts), host)
         watcher: asyncio.Task[None] | None = None
         try:
             await _start(deployment, hub, names, start_timeout)
@@ -64,6 +64,12 @@ def engine_ranks(config: LaunchConfig) -> dict[str, tuple[str, ...]]:
     """The ranks of every engine, in rank order, by the engine's name."""
     decode = {leader: config.decode_group(leader) for leader in config.decode_names}
     return config.prefill_groups | decode
+
+
+def engine_hosts(config: LaunchConfig, hosts: Mapping[str, str]) -> dict[str, str]:
+    """The host of every engine, of `hosts` by rank; of one that spans several, all of them."""
+    ranks = engine_ranks(config)
+    return {name: ", ".join(sorted({hosts[r] for r in each})) for name, each in ranks.items()}
 
 
 def read_key(path: Path) -> bytes:

@@ -16,6 +16,7 @@ from kvflow.engine.messages import (
     Admit,
     AskLoan,
     AskPush,
+    AskUnits,
     AttachTier,
     Connect,
     EndLoan,
@@ -44,6 +45,9 @@ from kvflow.engine.messages import (
     StepItem,
     ToRank,
     TransferEnded,
+    UnitRows,
+    Units,
+    UnitsRead,
     decode_from_rank,
     decode_to_rank,
     encode,
@@ -93,6 +97,7 @@ salts = st.none() | names
 parts = st.lists(names, max_size=2)
 token = st.none() | st.integers(0, 2**31)
 ended = st.none() | values, st.none() | names
+units = st.builds(UnitRows, places, places, ids, st.lists(st.binary(max_size=9)), places)
 TO_RANK = {
     RunStep: (places, st.lists(items, max_size=3)),
     AttachTier: (names, places, places),
@@ -106,6 +111,7 @@ TO_RANK = {
     Readable: (names, places, token, st.none() | st.integers(0, 99)),
     Pushed: (names, *ended),
     Loaned: (names, st.none() | sources),
+    Units: (names, names, st.none() | units, places),
     ForgetPrefixes: (),
     Lend: (names, ids, salts),
     EndLoan: (names,),
@@ -131,6 +137,8 @@ FROM_RANK = {
     RowsPushed: (names, rank, *ended),
     AskPush: (names, names, places, places, tables, parts),
     AskLoan: (names, names),
+    AskUnits: (names, ids, places, salts),
+    UnitsRead: (names,),
     Generated: (names, sampled, st.none() | st.sampled_from(["stop", "length"]), places),
     TransferEnded: (names, names, st.lists(rank), *ended, places),
     RequestFailed: (names, names, st.booleans()),

@@ -74,7 +74,7 @@ class Desk:
 
     def holds_others(self, work: Decoding) -> bool:
         """Whether somebody holds blocks that come back without being taken, or a loan does."""
-        held = self.requests(Phase.PULLING, Phase.QUARANTINED)
+        held = self.requests(Phase.PULLING, Phase.RESTORING, Phase.QUARANTINED)
         return bool(held) or self.kv.is_lending
 
     def remove(self, work: Decoding) -> None:

@@ -9,6 +9,7 @@ a failed transfer may still write stay quarantined until every rank's endpoint h
 import time
 from collections.abc import Sequence
 
+import msgspec
 from attrs import define, field
 
 from kvflow.comm import Comm
@@ -17,6 +18,7 @@ from kvflow.engine.decode.batch import Share, form_batch
 from kvflow.engine.decode.desk import Desk
 from kvflow.engine.decode.kv import DecodeKV
 from kvflow.engine.decode.requests import Decoding, Phase
+from kvflow.engine.decode.restoring import Restoring
 from kvflow.engine.decode.turns import Crew, Turn, TurnDone, gather_exports
 from kvflow.engine.decode.worker import DecodeWorker
 from kvflow.engine.finish import finish_reason
@@ -24,6 +26,7 @@ from kvflow.engine.mailbox import Mailbox
 from kvflow.engine.messages import (
     Abort,
     Admit,
+    AttachTier,
     Connect,
     EndLoan,
     ForgetPrefixes,
@@ -40,6 +43,7 @@ from kvflow.engine.messages import (
     RequestFailed,
     Shutdown,
     ToRank,
+    Units,
 )
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.prefix.pool import SharedBlockPool
@@ -68,6 +72,7 @@ class DecodeEngine:
     kv: DecodeKV = field(init=False)
     counters: dict[str, float] = field(init=False)
     _desk: Desk = field(init=False)
+    _restoring: Restoring = field(init=False)
     _crew: Crew = field(init=False)
     _retire: list[str] = field(init=False, factory=list)
     _group_gauges: dict[str, float] = field(init=False, factory=dict)
@@ -85,6 +90,7 @@ class DecodeEngine:
         self.counters |= {"model_seconds": 0.0, "control_seconds": 0.0}
         self._crew = Crew(self.worker, self.comm)
         self._desk = Desk(self.kv, self.worker.pulls, self.mailbox, self.counters, self.push)
+        self._restoring = Restoring(self.kv, self.mailbox, self.counters)
 
     @property
     def pools(self) -> dict[str, SharedBlockPool]:
@@ -122,10 +128,11 @@ class DecodeEngine:
         batch = form_batch(running, self.max_num_batched_tokens, self.num_drafts)
         batch = self._with_blocks(batch)
         self._stalled = not batch
-        busy = pulls or batch or self._retire or self._desk.is_moving
-        if busy:
+        restores = self._restoring.next(self.comm.size)
+        moving = pulls or self._restoring.is_reading or self._desk.is_moving
+        if moving or batch or self._retire:
             items = [work.item(count, drafts) for work, count, drafts in batch]
-            answers = self._take_turn(Turn(pulls=pulls, items=items))
+            answers = self._take_turn(Turn(pulls=pulls, restores=restores, items=items))
             if batch:
                 self._settle_step(batch, answers)
         if batch or told or self._desk.state() != before:
@@ -134,20 +141,22 @@ class DecodeEngine:
     def _take_turn(self, turn: Turn) -> list[TurnDone]:
         """A turn of all ranks, in which those that have left are retired first."""
         retire, self._retire = self._retire, []
-        answers = self._crew.turn(Turn(turn.connect, retire, turn.pulls, turn.items))
+        answers = self._crew.turn(msgspec.structs.replace(turn, retire=retire))
         self._group_gauges = by_rank([answer.gauges for answer in answers])
         self._group_totals = by_rank([answer.totals for answer in answers])
         for work in self._desk.settle_transfers(answers):
             self._leave(work)
+        for request_id in self._restoring.settle([answer.restored for answer in answers]):
+            self._leave_if(self._desk.abort(request_id))
         return answers
 
     def _patience(self) -> float | None:
         """How long to listen: not at all while a batch runs or a request that waits could begin."""
-        if self._retire or self._desk.can_pull:
+        if self._retire or self._desk.can_pull or self._restoring.can_begin:
             return 0.0
         if self._desk.requests(Phase.RUNNING, Phase.PREEMPTED):
             return 0.001 if self._stalled else 0.0
-        if self._desk.is_pulling:
+        if self._desk.is_pulling or self._restoring.is_reading:
             return 0.001
         waiting = self._desk.requests(Phase.WAITING)  # blocks may have come back without a word
         return 0.05 if self._desk.is_moving or waiting else None
@@ -160,12 +169,18 @@ class DecodeEngine:
                 self._stopping = True
             case Connect():
                 self._take_turn(Turn(connect=[message]))
+            case AttachTier():
+                self._take_turn(Turn(attach=[message]))
+                self._restoring.has_tiers = True
+            case Units():
+                self._restoring.answered(message)
             case Admit():
                 self._desk.admit(message)
             case Readable():
                 self._desk.readable(message)
             case Abort(request_id):
-                self._leave_if(self._desk.abort(request_id))
+                if not self._restoring.abort(request_id):
+                    self._leave_if(self._desk.abort(request_id))
             case Pushed():
                 self._leave_if(self._desk.pushed(message))
             case Loaned():
@@ -210,13 +225,16 @@ class DecodeEngine:
     def _start_transfers(self) -> list[PullRows]:
         """Admits waiting requests, oldest first, while there is room for what they hold and one
         step more; then the next part of every transfer that can go on."""
-        busy = len(self._desk.requests(Phase.PULLING, Phase.RUNNING, Phase.PREEMPTED))
+        inside = Phase.PULLING, Phase.RESTORING, Phase.RUNNING, Phase.PREEMPTED
+        busy = len(self._desk.requests(*inside))
         for work in self._desk.requests(Phase.WAITING):
             if busy >= self.max_batch or self._desk.requests(Phase.PREEMPTED):
                 break
             if not self.kv.begin(work, self._wanted(work)):
                 break
             self._desk.begin(work)
+            if work.phase is Phase.RUNNING:
+                self._restoring.begin(work)
             busy += 1
         if self.push and self._retire:  # rows of who has left reach their pages before others'
             self._take_turn(Turn())
@@ -227,8 +245,7 @@ class DecodeEngine:
         for work in self._desk.requests(Phase.PREEMPTED):
             if not self.kv.begin(work, self._wanted(work)):
                 return
-            self.counters["recomputed_tokens"] += work.was_computed - work.computed
-            work.phase = Phase.RUNNING
+            self._restoring.begin(work)
 
     def _with_blocks(self, batch: Sequence[Share]) -> list[Share]:
         """The batch, every request with blocks for what it computes; younger requests are preempted

@@ -48,6 +48,12 @@ class DecodeKV:
         """Of no blocks if the engine keeps no prefixes."""
         return self._hasher.chain(tokens if self.config.enabled else (), salt)
 
+    def lacks_a_unit(self, work: Decoding) -> bool:
+        """Whether whole blocks of a request's chain are behind what it holds, the last token
+        left out."""
+        size = self.config.unit_size(self.layout)
+        return self.config.enabled and (len(work.tokens) - 1) // size > work.computed // size
+
     # --- one request's blocks
 
     def begin(self, work: Decoding, length: int) -> bool:

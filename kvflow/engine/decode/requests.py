@@ -10,9 +10,11 @@ from kvflow.engine.prefix.cache import Trail
 
 
 class Phase(Enum):
-    """Where a request stands. QUARANTINED: its transfer failed and may still write."""
+    """Where a request stands. RESTORING: it takes rows from a host tier, then runs. QUARANTINED:
+    its transfer failed and may still write."""
 
     WAITING = "waiting"
+    RESTORING = "restoring"
     PULLING = "pulling"
     RUNNING = "running"
     PREEMPTED = "preempted"

@@ -14,18 +14,20 @@ from msgspec import Struct
 from kvflow.comm import Comm
 from kvflow.comm.blobs import all_gather_blobs, broadcast_blob
 from kvflow.engine.decode.worker import DecodeWorker
-from kvflow.engine.messages import Connect, PullRows, StepItem
+from kvflow.engine.messages import AttachTier, Connect, PullRows, Restore, Restored, StepItem
 from kvflow.engine.sampling import Sampled
 from kvflow.engine.spec.pending import StepTokens
 
 
 class Turn(Struct, frozen=True):
-    """From the leader: engines to connect, requests that have left their blocks, transfers to
-    begin, the step's items, and whether this is the last turn."""
+    """From the leader: engines to connect, tiers to attach, requests that have left their blocks,
+    transfers and reads of tiers to begin, the step's items, and whether this is the last turn."""
 
     connect: list[Connect] = []
+    attach: list[AttachTier] = []
     retire: list[str] = []
     pulls: list[PullRows] = []
+    restores: list[Restore] = []
     items: list[StepItem] = []
     stop: bool = False
 
@@ -41,7 +43,7 @@ class PullEnded(Struct, frozen=True):
 class TurnDone(Struct, frozen=True):
     """From every rank: transfers that ended, whether nothing of failed ones can still arrive, the
     tokens it sampled by request, why no token follows those of some, the seconds its step took,
-    and its gauges and totals."""
+    its gauges and totals, and reads of tiers that ended."""
 
     ended: list[PullEnded]
     quiesced: bool
@@ -50,6 +52,7 @@ class TurnDone(Struct, frozen=True):
     seconds: float
     gauges: dict[str, float]
     totals: dict[str, float]
+    restored: list[Restored] = []
 
 
 _TURN = msgspec.msgpack.Decoder(Turn)
@@ -93,15 +96,20 @@ def perform(worker: DecodeWorker, turn: Turn) -> TurnDone:
     """One rank's part of a turn. Who leaves goes first: others may get its blocks in this turn."""
     for connect in turn.connect:
         worker.pulls.connect(connect)
+    for tier in turn.attach:
+        worker.restores.attach(tier)
     for request_id in turn.retire:
         worker.retire(request_id)
     for pull in turn.pulls:
         worker.pulls.begin(pull)
+    for restore in turn.restores:
+        worker.restores.begin(restore)
     tokens, seconds = worker.step(turn.items) if turn.items else (StepTokens({}, {}), 0.0)
     ended = [PullEnded(*one) for one in worker.pulls.pulled()]
     quiesced = worker.endpoint.quiesced()
     said = tokens.sampled, tokens.failed
-    return TurnDone(ended, quiesced, *said, seconds, worker.gauges, worker.totals)
+    restored = worker.restores.ended()
+    return TurnDone(ended, quiesced, *said, seconds, worker.gauges, worker.totals, restored)
 
 
 def _answers(comm: Comm, done: TurnDone) -> list[TurnDone]:

@@ -12,6 +12,7 @@ from kvflow.engine.messages import StepItem
 from kvflow.engine.moves import Mover
 from kvflow.engine.runner import StepRunner
 from kvflow.engine.spec.pending import StepTokens
+from kvflow.engine.tiers.restore import Restorer
 from kvflow.layouts.layout import KVLayout
 from kvflow.transfers.executors.base import TwoWayEndpoint
 
@@ -26,6 +27,7 @@ class DecodeWorker:
     transfer_timeout: float = 60.0
     verify_transfers: bool = False
     pulls: Mover = field(init=False)
+    restores: Restorer = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.pulls = Mover(
@@ -36,6 +38,7 @@ class DecodeWorker:
             self.transfer_timeout,
             self.verify_transfers,
         )
+        self.restores = Restorer(self.layout, self.runner.memory.cache, self.num_blocks)
 
     @property
     def layout(self) -> KVLayout:
@@ -63,4 +66,5 @@ class DecodeWorker:
 
     def close(self) -> None:
         """See `Mover.close`."""
+        self.restores.close()
         self.pulls.close()

@@ -80,4 +80,5 @@ class Routing:
 
 
 def _info(name: str, role: str, options: FrontOptions, kv_tokens: int) -> EngineInfo:
-    return EngineInfo(name, role, options.block_size, kv_tokens)  # type: ignore[arg-type]
+    host = options.host_of(name)
+    return EngineInfo(name, role, options.block_size, kv_tokens, host)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from kvflow.engine.prefix.cache import Lease, PrefixCache, Tables, Trail
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.prefix.hashes import Chain, PrefixHasher
 from kvflow.engine.prefix.pool import Holding
-from kvflow.engine.tiers.manager import Tiers
+from kvflow.engine.tiers.manager import Tiers, num_in
 from kvflow.layouts.identity import ContentIdentity
 from kvflow.layouts.layout import KVLayout
 from kvflow.router.events import KVEvents
@@ -244,8 +244,5 @@ def _by_tier(load: UnitRows | None, kv: RequestKV) -> dict[str, int]:
     """Loaded tokens by the tier that knew them when the request came."""
     if load is None:
         return {}
-    disk = 0
-    for i, unit in enumerate(load.units):
-        if unit in kv.from_disk:
-            disk += min(kv.chain.block_size, load.stop - load.start - i * kv.chain.block_size)
+    disk = num_in(load, kv.chain.block_size, kv.from_disk)
     return {"host": load.stop - load.start - disk, "disk": disk}

@@ -1,9 +1,10 @@
 """Tiers: what a prefill engine finds in its tiers, and what it stores there."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from attrs import define
+import msgspec
+from attrs import define, field
 
 from kvflow.engine.messages import AttachTier, UnitRows
 from kvflow.engine.prefix.config import PrefixConfig
@@ -23,6 +24,7 @@ class Tiers:
 
     host: HostTier
     traffic: DiskTraffic | None = None
+    _lent: dict[str, list[int]] = field(init=False, factory=dict)
 
     @classmethod
     def create(
@@ -46,8 +48,9 @@ class Tiers:
 
     @property
     def num_under_way(self) -> int:
-        """Units on their way to or from files."""
-        return self.traffic.num_under_way if self.traffic is not None else 0
+        """Units on their way to or from files, and to readers elsewhere."""
+        lent = sum(map(len, self._lent.values()))
+        return lent + (self.traffic.num_under_way if self.traffic is not None else 0)
 
     def units(self) -> dict[str, dict[str, int]]:
         """Units by tier and state."""
@@ -110,14 +113,9 @@ class Tiers:
         the caller, and which of them came from files."""
         if self.traffic is None:
             return [], set()
-        wanted = range(first, min(len(chain), most // chain.block_size))
-        held = {k: self.host.find(chain, k, chain.following(k)) for k in wanted}
+        known = self._known(chain, first, most)
+        held = {k: self.host.find(chain, k, chain.following(k)) for k in known}
         here = {k: unit for k, unit in held.items() if unit is not None}
-        known = []
-        for k in wanted:
-            if k not in here and not self.traffic.knows(chain, k):
-                break
-            known.append(k)
         absent = [k for k in known if k not in here]
         self.host.pin(here.values())
         try:
@@ -128,6 +126,20 @@ class Tiers:
         finally:
             self.host.unpin(here.values())
         return units, set(units) - set(here.values())
+
+    def num_known(self, chain: Chain, first: int, most: int) -> int:
+        """How many of the blocks from `first` on, below position `most`, lie in units or files as
+        they are, without a gap."""
+        return len(self._known(chain, first, most))
+
+    def _known(self, chain: Chain, first: int, most: int) -> list[int]:
+        known = []
+        for k in range(first, min(len(chain), most // chain.block_size)):
+            here = self.host.find(chain, k, chain.following(k)) is not None
+            if not here and not (self.traffic is not None and self.traffic.knows(chain, k)):
+                break
+            known.append(k)
+        return known
 
     def _reached(
         self, chain: Chain, blocks: Sequence[int], arrived: Mapping[int, Place | None]
@@ -142,6 +154,24 @@ class Tiers:
                 break
             units.append(unit)
         return units
+
+    async def lend(
+        self, loan_id: str, chain: Chain, start: int, most: int
+    ) -> tuple[UnitRows, int] | None:
+        """The rows of the positions from `start` on, below `most`, in units that are kept for a
+        reader until `end_loan`, and how many of them came from files; None if there are none."""
+        first = start // chain.block_size
+        fetched, fresh = await self.fetch(chain, first, most)
+        rows = self.match(chain, first, most)
+        if rows is not None and (rows := rows_from(rows, start)) is not None:
+            self.host.pin(rows.units)
+            self._lent[loan_id] = rows.units
+        self.host.unpin(fetched)
+        return (rows, num_in(rows, chain.block_size, fresh)) if rows is not None else None
+
+    def end_loan(self, loan_id: str) -> None:
+        """The reader has read the units. Unknown and ended ones are ignored."""
+        self.host.unpin(self._lent.pop(loan_id, ()))
 
     # --- writing
 
@@ -211,3 +241,21 @@ class Tiers:
         if self.traffic is not None:
             await self.traffic.close()
         self.host.memory.close()
+
+
+def rows_from(rows: UnitRows, start: int) -> UnitRows | None:
+    """Those of the rows at position `start`, in the first unit, and behind; None if there are
+    none."""
+    if rows.stop <= start:
+        return None
+    return msgspec.structs.replace(rows, start=start, skipped=start - rows.start)
+
+
+def num_in(rows: UnitRows, unit_size: int, units: Collection[int]) -> int:
+    """How many of the positions lie in some of the units."""
+    first, count = rows.start - rows.skipped, 0
+    for i, unit in enumerate(rows.units):
+        begin = first + i * unit_size
+        if unit in units:
+            count += min(begin + unit_size, rows.stop) - max(begin, rows.start)
+    return count

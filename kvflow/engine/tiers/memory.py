@@ -5,6 +5,7 @@ system, so nothing is left behind however a process ends. First come the labels,
 which say what lies in it, then the units: the pages of all components one behind the other.
 """
 
+import ctypes
 import mmap
 import os
 
@@ -76,11 +77,20 @@ class UnitMemory:
         return cls._map(spec, unit_size, num_units, f"/proc/{os.getpid()}/fd/{fd}", fd, fd)
 
     @classmethod
-    def attach(cls, name: str, spec: KVCacheSpec, unit_size: int, num_units: int) -> "UnitMemory":
-        """The memory that another process, or another thread, has created. Raises `TransferError`
-        if it is gone or of another size."""
+    def attach(
+        cls,
+        name: str,
+        spec: KVCacheSpec,
+        unit_size: int,
+        num_units: int,
+        *,
+        writable: bool = True,
+    ) -> "UnitMemory":
+        """The memory that another process, or another thread, has created. Where it is not
+        `writable` a write ends the process. Raises `TransferError` if it is gone or of another
+        size."""
         try:
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(name, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
             raise TransferError(f"the host tier {name} cannot be opened: {error}") from error
         try:
@@ -90,7 +100,7 @@ class UnitMemory:
                     f"the host tier {name} has {actual} bytes, {num_units} units of {unit_size} "
                     f"tokens need {need}: the two sides describe different rows"
                 )
-            return cls._map(spec, unit_size, num_units, name, fd, None)
+            return cls._map(spec, unit_size, num_units, name, fd, None, writable)
         finally:
             os.close(fd)  # the mapping does without
 
@@ -103,8 +113,9 @@ class UnitMemory:
         name: str,
         fd: int,
         kept: int | None,
+        writable: bool = True,
     ) -> "UnitMemory":
-        whole = torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
+        whole = torch.frombuffer(_mapped(fd, writable), dtype=torch.uint8)
         start, one = _units_start(num_units), unit_nbytes(spec, unit_size)
         labels = whole[: num_units * LABEL_NBYTES].numpy().reshape(num_units, LABEL_NBYTES)
         payload = whole[start : start + num_units * one]
@@ -129,6 +140,17 @@ class UnitMemory:
         user."""
         if self.fd is not None:
             os.close(self.fd)
+
+
+def _mapped(fd: int, writable: bool) -> object:
+    """A mapping of a whole file. torch takes no buffer that says it is read-only, so such a mapping
+    is shown to it as plain bytes, which keep the mapping."""
+    if writable:
+        return mmap.mmap(fd, 0)
+    bytes_ = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
+    shown = (ctypes.c_uint8 * len(bytes_)).from_address(bytes_.ctypes.data)
+    shown.mapping = bytes_  # type: ignore[attr-defined]
+    return shown
 
 
 def _units_start(num_units: int) -> int:

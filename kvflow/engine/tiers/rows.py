@@ -28,24 +28,34 @@ class UnitPort:
 
     @classmethod
     def attach(
-        cls, layout: KVLayout, cache: RankCache, num_blocks: Mapping[str, int], tier: AttachTier
+        cls,
+        layout: KVLayout,
+        cache: RankCache,
+        num_blocks: Mapping[str, int],
+        tier: AttachTier,
+        *,
+        writes: bool = True,
     ) -> "UnitPort":
-        """Raises `TransferError` if the tier is of other rows."""
-        units = UnitMemory.attach(tier.name, layout.spec, tier.unit_size, tier.num_units)
+        """Of a rank that only takes rows unless it `writes`. Raises `TransferError` if the tier is
+        of other rows."""
+        size = tier.unit_size, tier.num_units
+        units = UnitMemory.attach(tier.name, layout.spec, *size, writable=writes)
         return cls(layout, cache, num_blocks, units)
 
     def load(self, items: Sequence[StepItem]) -> list[str]:
         """Brings what the items take from units into their blocks. Returns the requests whose
         units are not labelled, after the reading, as they must be: what they got is worth
         nothing."""
-        refused = []
-        for item in items:
-            if item.load is not None:
-                self.take(item.load, item.tables)
-                found = [self.units.label(unit) for unit in item.load.units]
-                if found != item.load.labels:
-                    refused.append(item.request_id)
-        return refused
+        return [
+            item.request_id
+            for item in items
+            if item.load is not None and not self.take_proven(item.load, item.tables)
+        ]
+
+    def take_proven(self, rows: UnitRows, tables: Mapping[str, Sequence[int]]) -> bool:
+        """As `take`; whether the units are labelled, after the reading, as they must be."""
+        self.take(rows, tables)
+        return [self.units.label(unit) for unit in rows.units] == rows.labels
 
     def store(self, items: Sequence[StepItem]) -> None:
         """Writes this rank's rows of what the items store."""
@@ -70,7 +80,8 @@ class UnitPort:
     def _sides(
         self, rows: UnitRows, tables: Mapping[str, Sequence[int]]
     ) -> tuple[Binding, Binding]:
-        tier = unit_layout(self.units.spec, self.units.unit_size, rows.start)
+        first = rows.start - rows.skipped
+        tier = unit_layout(self.units.spec, self.units.unit_size, first)
         there, all_units = {GROUP: rows.units}, {GROUP: self.units.num_units}
         return (
             Binding.of(tier, there, all_units, rows.stop),

@@ -1,0 +1,116 @@
+"""Decode engines that take from the host tier what they would compute."""
+
+import asyncio
+import contextlib
+import threading
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from engine_world import collect, config, greedy, one_rank_tokens, request, until, world
+from prefix_world import reference_rows
+from test_tier_engine import host_nbytes
+
+from kvflow.engine.prefix.config import PrefixConfig
+from kvflow.engine.tiers.rows import UnitPort
+from kvflow.kernels.rows import gather_rows
+from kvflow.layouts.layout import Binding
+from kvflow.router.config import Load
+
+BLOCK = 4
+NO_ROOM = Load(1 << 41)
+SHAPES = {
+    "paged": {},
+    "HiSparse": {"hisparse": True},
+    "DCP": {"decode_dcp": 2, "decode_interleave": 3},
+    "DCP and HiSparse": {"decode_dcp": 2, "hisparse": True, "decode_block": 3},
+    "TP and drafts": {"decode_tp": 2, "num_drafts": 2},
+}
+
+
+def launch(**changes):
+    """PCP 4 x DCP 4 before a decode engine that holds little more than one request."""
+    sizes = {"pcp": 4, "dcp": 4, "interleave": 2, "prefill_block": BLOCK, "decode_block": 5}
+    sizes |= {"max_model_len": 64, "prefill_kv_tokens": 64, "decode_kv_tokens": 64}
+    values = {"kv_dtype": "fp8", "dtype": "float64", "local_prefill_tokens": 63}
+    values["prefix"] = PrefixConfig(block_size=BLOCK, host_nbytes=host_nbytes("fp8", BLOCK, 40))
+    return config(**(sizes | values | changes))
+
+
+def words(seed, count):
+    return tuple(np.random.default_rng(seed).integers(0, 320, count).tolist())
+
+
+@contextlib.contextmanager
+def checked(one, kv_dtype="fp8"):
+    """Every row that a decode rank restores meanwhile is compared with the one that one rank alone
+    computes for `one`; yields the positions that each rank restored, and those that differed."""
+    reference = reference_rows(one, kv_dtype)
+    restored, wrong = [], []
+    take = UnitPort.take_proven
+
+    def watched(port, rows, tables):
+        proven = take(port, rows, tables)
+        if threading.current_thread().name.startswith("kvflow-restore"):
+            restored.append((port.cache.rank, rows.start, rows.stop))
+            bound = Binding.of(port.layout, tables, port.num_blocks, rows.stop)
+            for name in port.layout.spec.names:
+                group, rank = port.layout.group_of(name).name, port.cache.rank
+                slots = torch.from_numpy(bound.slots(group, np.arange(rows.stop), rank))
+                mine = np.flatnonzero(slots[rows.start :] >= 0) + rows.start
+                got = gather_rows(port.cache.pages[name], slots[mine])
+                wrong.extend(mine[(got != reference[name][mine]).any(1)].tolist())
+        return proven
+
+    with mock.patch.object(UnitPort, "take_proven", watched):
+        yield restored, wrong
+
+
+async def idle(deployment):
+    """Everything is given back, on both sides and in the tier."""
+    await until(lambda: not deployment.journeys.live)
+    for engine in deployment.prefills.values():
+        await until(lambda e=engine: not e.tiers.num_under_way)
+        engine.audit()
+        assert engine.tiers.host.counts()["pinned"] == 0
+
+
+async def asked(deployment, one):
+    """The outputs of a request, which are those of one rank."""
+    outputs = await collect(deployment, one)
+    assert [o.token for o in outputs] == one_rank_tokens(one, "fp8")
+    await idle(deployment)
+    return outputs
+
+
+def counters(deployment):
+    return deployment.counters["decode-0"]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_prompt_computed_here_is_restored_from_what_pcp_x_dcp_has_stored(shape):
+    """The decode engine had 44 tokens and gave them away but for a few; 40 come back, the rest is
+    computed."""
+    first, other = request("a", words(1, 43), greedy(6)), request("b", words(2, 50), greedy(9))
+    again = request("c", (*words(1, 43)[:41], *words(3, 4)), greedy(6))
+
+    async def run():
+        async with world(launch(**shape)) as deployment:
+            await asked(deployment, first)
+            await asked(deployment, other)
+            before = dict(counters(deployment))
+            assert before["restored_host_tokens"] == before["local_prefills"] == 0
+            deployment.routing.router.on_load("prefill-0", NO_ROOM)
+            with checked(again) as (restored, wrong):
+                outputs = await asked(deployment, again)
+            now = counters(deployment)
+            assert now["local_prefills"] == 1
+            assert wrong == []
+            held = now["reused_tokens"] - before["reused_tokens"]
+            size = shape.get("decode_dcp", shape.get("decode_tp", 1))
+            assert sorted(restored) == [(rank, held, 40) for rank in range(size)]
+            assert now["restored_host_tokens"] == 40 - held > 0
+            assert outputs[0].cached_tokens == 40
+
+    asyncio.run(run())
