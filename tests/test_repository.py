@@ -194,6 +194,18 @@ def test_every_import_is_declared():
     assert undeclared(planted, set()) == ["a.py: pluggy", "b.py: not_installed"]
 
 
+def unexplained(decision: str) -> set[str]:
+    """Distributions that pyproject.toml asks for and no row of the decision names."""
+    rows = [line for line in decision.splitlines() if line.startswith("| ")]
+    return {name for name in declared() if not any(re.search(rf"\b{name}\b", r) for r in rows)}
+
+
+def test_every_dependency_has_a_reason():
+    decision = (ROOT / "docs" / "decisions" / "0002-dependencies.md").read_text()
+    assert unexplained(decision) == {"kvflow"}
+    assert unexplained(decision.replace("| msgspec", "| msg")) == {"kvflow", "msgspec"}
+
+
 # --- what is committed ----------------------------------------------------------------------------
 
 PRIVATE_FOLDERS = ("work", "root", r"home/\w+", "opt/wheels", "opt/pypi")
