@@ -114,9 +114,9 @@ class Deployment:
                 tiers=tiers,
                 name=name,
             )
-        self._attach_tiers()
         self._lenders = Lenders(self.hub, layouts)
         self.routing = Routing.of(self.options, self.prefills, self.decode_ranks)
+        self._attach_tiers()
         self.journeys = Journeys(
             self.hub,
             self.prefills,
@@ -135,6 +135,8 @@ class Deployment:
         tiers = {name: e.tiers for name, e in self.prefills.items() if e.tiers is not None}
         for name, one in tiers.items():
             self._send_all(self.prefill_ranks[name], one.attachment)
+            one.watch(partial(self.routing.prefill_changed, self.prefills[name]))
+            self.routing.prefill_changed(self.prefills[name])  # what files hold already
         host = self.options.host
         near = [name for name in self.decode_ranks if self.options.host_of(name) == host]
         for one in tiers.values():

@@ -36,7 +36,7 @@ class Routing:
         kv = next(iter(prefills.values())).kv
         if not kv.config.enabled:
             return cls(router, None)
-        tiers = ("device", "host") if kv.tiers is not None else ("device",)  # files: not told
+        tiers = ("device", *(kv.tiers.units() if kv.tiers is not None else ()))
         room = sum(e.max_kv_tokens for e in router.engines if e.role == "decode")
         scheme = ChainScheme(HASH_SCHEME, kv.hasher.content, options.block_size)
         return cls(router, kv.hasher, KVEventLog(scheme, tiers, room))
@@ -66,7 +66,7 @@ class Routing:
             self.log.on_load(engine, load)
 
     def prefill_changed(self, engine: PrefillEngine) -> None:
-        """A step of a prefill engine has ended, or a reader of its rows."""
+        """A step of a prefill engine has ended, or a reader of its rows, or a move of its tiers."""
         for events in engine.kv.changes():
             self.on_events(engine.name, events)
         self._on_load(engine.name, engine.load())

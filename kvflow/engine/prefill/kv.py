@@ -229,7 +229,7 @@ class PrefillKV:
         """What came to each tier and went since the last call."""
         buffers = [self.cache.index.events]
         if self.tiers is not None:
-            buffers.append(self.tiers.host.events)
+            buffers += self.tiers.buffers
         return [events for buffer in buffers if (events := buffer.drain()) is not None]
 
     def audit(self, *, idle: bool) -> None:

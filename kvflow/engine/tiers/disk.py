@@ -24,6 +24,7 @@ from kvflow.engine.tiers.unitfile import (
     write_unit,
 )
 from kvflow.errors import CapacityError, TransferError
+from kvflow.router.events import EventBuffer
 
 
 @define(eq=False)
@@ -42,10 +43,12 @@ class DiskTier:
     num_refused: int = field(init=False, default=0)
     num_store_refused: int = field(init=False, default=0)
     held_nbytes: int = field(init=False, default=0)
+    events: EventBuffer = field(init=False)
     _files: dict[Place, UnitFile] = field(init=False, factory=dict)
     _variants: dict[bytes, set[Place]] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
+        self.events = EventBuffer("disk", self.unit_size)
         self.directory.mkdir(parents=True, exist_ok=True)
         agree_on(self.directory, {"hash_scheme": HASH_SCHEME, "block_size": self.unit_size})
         remove_drafts(self.directory)
@@ -138,6 +141,7 @@ class DiskTier:
             _remove(before.path)
         self._files[place] = file
         self._variants.setdefault(place.hash, set()).add(place)
+        self.events.stored(place.hash, file.entry.parent)
         self.held_nbytes += file.file_nbytes
 
     def _forget(self, place: Place) -> UnitFile:
@@ -146,6 +150,7 @@ class DiskTier:
         self._variants[place.hash].discard(place)
         if not self._variants[place.hash]:
             del self._variants[place.hash]
+            self.events.removed(place.hash)
         return file
 
     def _delete(self, place: Place) -> None:

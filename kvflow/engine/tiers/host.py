@@ -21,11 +21,13 @@ class Place(NamedTuple):
 
 @frozen(eq=False)
 class Entry:
-    """What a published unit holds. `tokens` and `label` prove a hit."""
+    """What a published unit holds. `tokens` and `label` prove a hit; `parent` is the hash of the
+    block before, None for the first."""
 
     place: Place
     tokens: bytes
     label: bytes
+    parent: bytes | None
 
 
 @define(eq=False)
@@ -122,7 +124,7 @@ class HostTier:
             self._free.append(unit)
             return False
         self.memory.set_label(unit, label)
-        self._entries[unit] = Entry(place, tokens, label)
+        self._entries[unit] = Entry(place, tokens, label, parent)
         self._units.setdefault(place.hash, {})[place.following] = unit
         self.events.stored(place.hash, parent)
         self._idle[unit] = None

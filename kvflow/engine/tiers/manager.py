@@ -1,7 +1,7 @@
 """Tiers: what a prefill engine finds in its tiers, and what it stores there."""
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 from attrs import define, field
@@ -16,6 +16,7 @@ from kvflow.engine.tiers.traffic import DiskTraffic
 from kvflow.engine.tiers.unitfile import FileMover
 from kvflow.errors import KvflowError
 from kvflow.layouts.layout import KVLayout
+from kvflow.router.events import EventBuffer
 
 
 @define(eq=False)
@@ -78,6 +79,17 @@ class Tiers:
                 "file_refused": disk.num_refused,
             }
         return events
+
+    @property
+    def buffers(self) -> list[EventBuffer]:
+        """What came to each tier and went."""
+        disk = [self.traffic.disk.events] if self.traffic is not None else []
+        return [self.host.events, *disk]
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Calls `on_change` when what a tier holds has changed beside a step."""
+        if self.traffic is not None:
+            self.traffic.on_change = on_change
 
     @property
     def attachment(self) -> AttachTier:

@@ -6,6 +6,7 @@ until it is proven. Nothing here is waited for by a step.
 """
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from attrs import define, field
@@ -20,10 +21,11 @@ from kvflow.errors import CapacityError, TransferError
 @define(eq=False)
 class DiskTraffic:
     """At most half of the host tier's units wait to be written to files; further ones are not
-    written, and counted."""
+    written, and counted. `on_change` is called when what a tier holds has changed beside a step."""
 
     host: HostTier
     disk: DiskTier
+    on_change: Callable[[], None] = field(default=lambda: None)
     _writing: set["asyncio.Task[None]"] = field(init=False, factory=set)
     _reading: dict[Place, "asyncio.Task[bool]"] = field(init=False, factory=dict)
     _generation: int = field(init=False, default=0)
@@ -70,6 +72,7 @@ class DiskTraffic:
             self.host.unpin([unit])
         if generation == self._generation and unchanged:
             self.disk.publish(file)
+            self.on_change()
         else:
             file.path.unlink(missing_ok=True)
 
@@ -91,13 +94,13 @@ class DiskTraffic:
             unit = self.host.begin(place)
             if unit is None:
                 return place if self.host.has(place) else None
-            task = asyncio.get_running_loop().create_task(self._read(file, unit, chain.parent(k)))
+            task = asyncio.get_running_loop().create_task(self._read(file, unit))
             self._reading[place] = task
             task.add_done_callback(lambda _: self._reading.pop(place, None))
         await asyncio.wait([task])
         return place if task.result() else None
 
-    async def _read(self, file: UnitFile, unit: int, parent: bytes | None) -> bool:
+    async def _read(self, file: UnitFile, unit: int) -> bool:
         generation, loop = self._generation, asyncio.get_running_loop()
         data, entry = self.host.memory.units[unit], file.entry
         try:
@@ -105,11 +108,14 @@ class DiskTraffic:
         except TransferError:
             self.disk.refuse(file)
             self.host.discard(unit)
+            self.on_change()
             return False
         if generation != self._generation:
             self.host.discard(unit)
             return False
-        return self.host.publish(unit, entry.place, entry.tokens, entry.label, parent)
+        came = self.host.publish(unit, entry.place, entry.tokens, entry.label, entry.parent)
+        self.on_change()
+        return came
 
     def clear(self) -> int:
         """Deletes every file; what is under way is found by nobody. Returns how many there were."""

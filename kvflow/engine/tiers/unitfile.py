@@ -18,7 +18,7 @@ from kvflow.engine.tiers.directory import draft_of
 from kvflow.engine.tiers.host import Entry, Place
 from kvflow.errors import TransferError
 
-MAGIC = b"kvflow.unit.1\n"
+MAGIC = b"kvflow.unit.2\n"
 _SIZE_NBYTES, _DIGEST_NBYTES, _TOKEN_NBYTES = 8, 32, 8
 _ALIGNMENT = 4096
 _MOST_HEADER = 1 << 26
@@ -89,7 +89,7 @@ def write_unit(path: Path, entry: Entry, data: Tensor, files: FileMover) -> Unit
 def most_file_nbytes(nbytes: int, unit_size: int) -> int:
     """At most so many bytes has the file of a unit of `nbytes` bytes and `unit_size` tokens."""
     place = Place(bytes(_DIGEST_NBYTES), 2**63 - 1)
-    entry = Entry(place, bytes(unit_size * _TOKEN_NBYTES), bytes(_DIGEST_NBYTES))
+    entry = Entry(place, bytes(unit_size * _TOKEN_NBYTES), *[bytes(_DIGEST_NBYTES)] * 2)
     return _payload_start(len(_head(entry, nbytes, bytes(_DIGEST_NBYTES)))) + nbytes
 
 
@@ -127,6 +127,7 @@ def _head(entry: Entry, nbytes: int, digest: bytes) -> bytes:
         "scheme": HASH_SCHEME,
         "hash": entry.place.hash.hex(),
         "following": entry.place.following,
+        "parent": entry.parent.hex() if entry.parent is not None else None,
         "tokens": entry.tokens.hex(),
         "label": entry.label.hex(),
         "nbytes": nbytes,
@@ -140,9 +141,10 @@ def _head(entry: Entry, nbytes: int, digest: bytes) -> bytes:
 def _parse(path: Path, said: dict[str, Any], start: int) -> UnitFile:
     if said["scheme"] != HASH_SCHEME:
         raise BrokenUnitError(f"{path} is hashed by {said['scheme']!r}, here by {HASH_SCHEME!r}")
-    following = said["following"]
+    following, parent = said["following"], said["parent"]
     place = Place(bytes.fromhex(said["hash"]), None if following is None else int(following))
-    entry = Entry(place, bytes.fromhex(said["tokens"]), bytes.fromhex(said["label"]))
+    before = bytes.fromhex(parent) if parent is not None else None
+    entry = Entry(place, bytes.fromhex(said["tokens"]), bytes.fromhex(said["label"]), before)
     return UnitFile(path, entry, int(said["nbytes"]), start, bytes.fromhex(said["digest"]))
 
 

@@ -21,6 +21,7 @@ from kvflow.engine.tiers.host import Entry, Place
 from kvflow.engine.tiers.memory import unit_nbytes
 from kvflow.engine.tiers.unitfile import MAGIC, most_file_nbytes, open_unit
 from kvflow.errors import CapacityError, KvflowError, TransferError
+from kvflow.router.events import KVEvents, Stored
 from kvflow.transfers.executors.nixl_files import NixlFiles
 from kvflow.transfers.executors.plain_files import PlainFiles
 
@@ -39,7 +40,8 @@ def files(request):
 
 def entry(k):
     following = CHAIN.following(k)
-    return Entry(Place(CHAIN.hashes[k], following), CHAIN.block(k), CHAIN.label(k, following))
+    place, label = Place(CHAIN.hashes[k], following), CHAIN.label(k, following)
+    return Entry(place, CHAIN.block(k), label, CHAIN.parent(k))
 
 
 def payload(k, nbytes=5000):
@@ -75,6 +77,52 @@ def test_what_is_written_is_read_and_found_by_the_next_tier(files, tmp_path):
     assert tier.find(CHAIN, 1, 9) is None
 
 
+def test_a_tier_says_what_its_files_hold_from_its_opening_on(tmp_path):
+    """In whatever order they were written, each with the block before it."""
+    first = DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+    for k in (2, 0, 1):
+        store(first, k)
+    assert first.events.drain().stored == (
+        Stored(CHAIN.hashes[2:3], CHAIN.hashes[1], 4),
+        Stored(CHAIN.hashes[:2], None, 8),
+    )
+    for k in (1, 2):  # looked for in this order, as a request does
+        os.utime(unit_path(first, k), ns=(k, k))
+    again = DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+    told = again.events.drain()
+    assert told.tier == "disk"
+    assert told.stored == (
+        Stored(CHAIN.hashes[1:3], CHAIN.hashes[0], 8),
+        Stored(CHAIN.hashes[:1], None, 4),
+    )
+    assert [open_unit(unit_path(again, k)).entry.parent for k in range(2)] == [
+        None,
+        CHAIN.hashes[0],
+    ]
+    again.refuse(again.find(CHAIN, 1, CHAIN.following(1)))
+    assert again.events.drain() == KVEvents("disk", removed=(CHAIN.hashes[1],))
+    again.make_room(again.nbytes - 5000)
+    assert set(again.events.drain().removed) == {CHAIN.hashes[0], CHAIN.hashes[2]}
+    store(again, 0)
+    assert again.clear() == 1
+    assert again.events.drain() == KVEvents("disk", removed=(CHAIN.hashes[0],))
+    assert again.events.drain() is None
+
+
+def test_a_block_is_there_until_its_last_variant_goes(tmp_path):
+    """Rows made with two tokens behind the block are two files, and one block to a router."""
+    tier = DiskTier(tmp_path, 1 << 20, 4, PlainFiles())
+    store(tier, 1)
+    place = Place(CHAIN.hashes[1], 99)
+    other = Entry(place, CHAIN.block(1), CHAIN.label(1, 99), CHAIN.parent(1))
+    tier.publish(tier.write(CHAIN.key(1, 99), other, payload(1)))
+    tier.events.drain()
+    tier.refuse(tier.find(CHAIN, 1, 99))
+    assert tier.events.drain() is None
+    tier.refuse(tier.find(CHAIN, 1, CHAIN.following(1)))
+    assert tier.events.drain().removed == (CHAIN.hashes[1],)
+
+
 def nbytes_in(directory):
     """Of all files there but the manifest."""
     return sum(p.stat().st_size for p in directory.iterdir() if p.is_file() and p.suffix != ".json")
@@ -85,7 +133,8 @@ def unit_path(tier, k):
 
 
 @pytest.mark.parametrize(
-    "damage", ["short", "empty", "header", "magic", "scheme", "foreign", "directory", "long"]
+    "damage",
+    ["short", "empty", "header", "magic", "version", "scheme", "foreign", "directory", "long"],
 )
 def test_a_file_that_proves_nothing_is_refused_counted_and_a_miss(files, tmp_path, damage):
     tier = DiskTier(tmp_path, 1 << 20, 4, files)
@@ -98,6 +147,7 @@ def test_a_file_that_proves_nothing_is_refused_counted_and_a_miss(files, tmp_pat
         "empty": b"",
         "header": content[:40] + bytes([content[40] ^ 1]) + content[41:],
         "magic": b"x" + content[1:],
+        "version": b"kvflow.unit.1\n" + content[len(MAGIC) :],
         "scheme": content.replace(HASH_SCHEME.encode(), HASH_SCHEME.encode()[::-1]),
         "foreign": b"something else" * 100,
         "long": content + b"x",
@@ -169,7 +219,7 @@ def test_room_is_made_for_the_largest_header(size, tmp_path):
     """The longest numbers a header can hold; its tokens alone may take more than a page."""
     last = 2**63 - 1
     chain = PrefixHasher("content", size, shifted=True).chain([last] * (size + 1))
-    said = Entry(Place(chain.hashes[0], last), chain.block(0), chain.label(0, last))
+    said = Entry(Place(chain.hashes[0], last), chain.block(0), chain.label(0, last), None)
     tier = DiskTier(tmp_path, most_file_nbytes(5000, size), size, PlainFiles())
     tier.make_room(5000)
     tier.publish(tier.write(chain.key(0, last), said, payload(0)))
