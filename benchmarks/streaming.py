@@ -78,9 +78,9 @@ def main() -> None:
     rng = np.random.default_rng(0)
     vocab = launch.vocab_size()
     prompts = [tuple(rng.integers(0, vocab, args.tokens).tolist()) for _ in range(args.repeats)]
-    ways = {"after prefill": {"streaming": False}, "every chunk": {}, "every 2 layers": {}}
+    ways = {"after prefill": {"streaming": False}, "every chunk": {}}
     ways["every 2 layers"] = {"stream_layers": 2}
-    ways["pushed, every chunk"] = {"transfer": "push"}
+    ways |= {f"pushed, {way}": ways[way] | {"transfer": "push"} for way in list(ways)[1:]}
     base = None
     print(f"{args.tokens} tokens in chunks of {args.chunk}, {args.transport}, PCP2 x DCP2, I=1")
     print("| rows are read | first token | to the second | ratio | ratio | left at the end |")

@@ -6,7 +6,9 @@ A rank owns a blocking `Mailbox`. The front owns one `Hub` for all ranks, in its
 import asyncio
 import math
 import queue
+import socket
 import time
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -34,6 +36,11 @@ class Mailbox(Protocol):
         ...
 
     def send(self, message: FromRank) -> None: ...
+
+    def wake(self) -> None:
+        """From any thread: `receive` returns at once, if with nothing; so does the next one if none
+        runs."""
+        ...
 
 
 class Hub(Protocol):
@@ -98,16 +105,18 @@ class ThreadMailbox:
     _hub: ThreadHub
 
     def receive(self, timeout: float | None) -> list[ToRank]:
-        messages = []
-        try:
-            messages.append(self._box.get(block=timeout is None or timeout > 0, timeout=timeout))
+        arrived = []
+        with suppress(queue.Empty):
+            arrived.append(self._box.get(block=timeout is None or timeout > 0, timeout=timeout))
             while True:
-                messages.append(self._box.get_nowait())
-        except queue.Empty:
-            return [decode_to_rank(m) for m in messages]
+                arrived.append(self._box.get_nowait())
+        return [decode_to_rank(data) for data in arrived if data]
 
     def send(self, message: FromRank) -> None:
         self._hub.deliver(self.name, encode(message))
+
+    def wake(self) -> None:
+        self._box.put(b"")
 
 
 @define(eq=False)
@@ -181,6 +190,8 @@ class ZmqMailbox:
     link: Link | None = field(init=False, default=None)
     _context: "zmq.Context[zmq.Socket[bytes]]" = field(init=False, factory=zmq.Context)
     _socket: "zmq.Socket[bytes]" = field(init=False)
+    _bell: tuple[socket.socket, socket.socket] = field(init=False, factory=socket.socketpair)
+    _poller: zmq.Poller = field(init=False, factory=zmq.Poller)
 
     def __attrs_post_init__(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
@@ -190,6 +201,10 @@ class ZmqMailbox:
             self.curve.present(self._socket)
             self.link = Link.watch(self._socket)
         self._socket.connect(self.address)
+        self._poller.register(self._socket, zmq.POLLIN)
+        for end in self._bell:
+            end.setblocking(False)
+        self._poller.register(self._bell[1].fileno(), zmq.POLLIN)
 
     def receive(self, timeout: float | None) -> list[ToRank]:
         return [decode_to_rank(data) for data in self.receive_bytes(timeout)]
@@ -197,13 +212,23 @@ class ZmqMailbox:
     def receive_bytes(self, timeout: float | None) -> list[bytes]:
         """As `receive`, undecoded. Empty frames are the hub's way to look for us."""
         end = None if timeout is None else time.monotonic() + timeout
-        while self._socket.poll(None if end is None else _milliseconds_until(end)):
-            arrived = []
+        while self._poller.poll(None if end is None else _milliseconds_until(end)):
+            arrived, woken = [], self._rung()
             while self._socket.poll(0):
                 arrived.append(self._socket.recv())
-            if messages := [data for data in arrived if data]:
+            if (messages := [data for data in arrived if data]) or woken:
                 return messages
         return []
+
+    def _rung(self) -> bool:
+        """Whether somebody has called `wake` since the last call."""
+        with suppress(BlockingIOError):
+            return bool(self._bell[1].recv(4096))
+        return False
+
+    def wake(self) -> None:
+        with suppress(BlockingIOError):  # it was rung often enough
+            self._bell[0].send(b"!")
 
     def send(self, message: FromRank) -> None:
         self.send_bytes(encode(message))
@@ -216,6 +241,8 @@ class ZmqMailbox:
             self.link.end()
         self._socket.close()
         self._context.term()
+        for end in self._bell:
+            end.close()
 
 
 def _milliseconds_until(end: float) -> int:

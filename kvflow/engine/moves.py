@@ -1,7 +1,7 @@
 """Mover: what a rank brings into its cache from other engines' ranks, and into theirs from its
 own, on a thread of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,9 +30,14 @@ class PeerEngine:
     endpoints: Mapping[int, str]
 
 
+def _nobody() -> None:
+    """Nobody waits for ends."""
+
+
 @define(eq=False)
 class Mover:
-    """Serves one rank of an engine with this layout and `num_blocks` blocks of each group."""
+    """Serves one rank of an engine with this layout and `num_blocks` blocks of each group. One
+    thread calls it; `on_end` is called on the transfer thread when a transfer has ended."""
 
     layout: KVLayout
     rank: int
@@ -40,6 +45,7 @@ class Mover:
     endpoint: TwoWayEndpoint
     timeout: float = 60.0
     verify: bool = False
+    on_end: Callable[[], None] = _nobody
     engines: dict[str, PeerEngine] = field(init=False, factory=dict)
     _pulls: "dict[str, Future[TransferReport]]" = field(init=False, factory=dict)
     _pushes: "dict[str, Future[TransferReport]]" = field(init=False, factory=dict)
@@ -76,7 +82,8 @@ class Mover:
 
     def begin(self, pull: PullRows) -> None:
         """Starts a transfer; it ends in `pulled`, whatever happens. A request has one at a time."""
-        self._pulls[pull.request_id] = self._thread.submit(self._pull, pull)
+        self._pulls[pull.request_id] = move = self._thread.submit(self._pull, pull)
+        move.add_done_callback(lambda _: self.on_end())
 
     def _pull(self, pull: PullRows) -> TransferReport:
         """On the transfer thread."""
@@ -94,7 +101,8 @@ class Mover:
 
     def begin_push(self, push: PushRows) -> None:
         """As `begin`, the other way round; it ends in `pushed`."""
-        self._pushes[push.request_id] = self._thread.submit(self._push, push)
+        self._pushes[push.request_id] = move = self._thread.submit(self._push, push)
+        move.add_done_callback(lambda _: self.on_end())
 
     def _push(self, push: PushRows) -> TransferReport:
         """On the transfer thread."""
@@ -109,17 +117,25 @@ class Mover:
         )
 
     @property
-    def busy(self) -> bool:
-        """Whether a transfer has begun and was not told as ended."""
-        return bool(self._pulls or self._pushes)
+    def is_settling(self) -> bool:
+        """Whether a transfer has ended and was not told: something of it may still arrive, and
+        nobody says when that is over."""
+        return any(move.done() for move in (*self._pulls.values(), *self._pushes.values()))
 
-    def pulled(self) -> list[Ended]:
-        """Every pull that has ended since the last call."""
-        return _ended(self._pulls)
+    def pulled(self, *, settled: bool = False) -> list[Ended]:
+        """Every pull that has ended since the last call; with `settled` those of which nothing can
+        still arrive: a failed one is told later if need be, and holds no others up."""
+        return self._ended(self._pulls, settled)
 
     def pushed(self) -> list[Ended]:
-        """Every push that has ended since the last call."""
-        return _ended(self._pushes)
+        """Every push that has ended, and of which nothing can still arrive, since the last call."""
+        return self._ended(self._pushes, settled=True)
+
+    def _ended(self, moves: "dict[str, Future[TransferReport]]", settled: bool) -> list[Ended]:
+        done = [name for name, move in moves.items() if move.done()]
+        if settled and not self.endpoint.quiesced():  # asked after they ended, not before
+            done = [name for name in done if moves[name].exception() is None]
+        return [(name, *_outcome(moves.pop(name))) for name in done]
 
     def close(self) -> None:
         """Drops transfers that have not begun, and waits for the one under way: what it writes
@@ -134,15 +150,8 @@ def _plan(src: KVLayout, dst: KVLayout, tokens: tuple[int, int], components: Seq
     return plan_transfer(src, dst, tokens, components=moved, absent=absent)
 
 
-def _ended(moves: "dict[str, Future[TransferReport]]") -> list[Ended]:
-    done = [(name, move) for name, move in moves.items() if move.done()]
-    for name, _ in done:
-        del moves[name]
-    return [(name, *_outcome(move)) for name, move in done]
-
-
-def _outcome(pull: "Future[TransferReport]") -> tuple[dict[str, Any] | None, str | None]:
-    error = pull.exception()
+def _outcome(move: "Future[TransferReport]") -> tuple[dict[str, Any] | None, str | None]:
+    error = move.exception()
     if error is not None:
         return None, str(error)
-    return attrs.asdict(pull.result()), None
+    return attrs.asdict(move.result()), None

@@ -168,9 +168,9 @@ def _read(cache, cell):
 
 
 @contextlib.asynccontextmanager
-async def world(launch, ranks=None):
+async def world(launch, ranks=None, endpoint=LocalEndpoint):
     """A started deployment of threads."""
-    make = ranks.make if ranks is not None else LocalEndpoint
+    make = ranks.make if ranks is not None else endpoint
     async with thread_deployment(launch, make_endpoint=make) as deployment:
         yield deployment
 

@@ -8,28 +8,22 @@ from functools import partial
 from kvflow.engine.mailbox import Mailbox
 from kvflow.engine.messages import (
     AttachTier,
-    Connect,
     Gauges,
     LayersDone,
-    PullRows,
-    PushRows,
     RankFailed,
     Ready,
-    RowsPulled,
-    RowsPushed,
     RunStep,
     Shutdown,
     StepDone,
 )
 from kvflow.engine.moves import Mover
+from kvflow.engine.prefill.porter import Porter
 from kvflow.engine.prefill.telling import TellingStep
 from kvflow.engine.prefix.rows import RowCopier
 from kvflow.engine.runner import StepRunner
 from kvflow.engine.tiers.rows import UnitPort
 from kvflow.errors import KvflowError
 from kvflow.layouts.wire import layout_to_wire
-
-_POLL_S = 0.001
 
 
 def serve_prefill(
@@ -39,46 +33,33 @@ def serve_prefill(
     every `stream_layers` layers of a step what can be read (0: only when it ends)."""
     memory, num_blocks, endpoint = runner.memory, mover.num_blocks, mover.endpoint
     rows = RowCopier(memory.layout, memory.cache, num_blocks)
-    layout = layout_to_wire(memory.layout)
+    layout, rank = layout_to_wire(memory.layout), runner.comm.rank
     port: UnitPort | None = None
-    exports = {runner.comm.rank: endpoint.export()}
-    mailbox.send(Ready(layout, dict(num_blocks), endpoint.name, exports))
-    with contextlib.closing(mover):
+    mailbox.send(Ready(layout, dict(num_blocks), endpoint.name, {rank: endpoint.export()}))
+    with contextlib.closing(mover), Porter(rank, mover, mailbox) as porter:
         while True:
-            for message in mailbox.receive(_POLL_S if mover.busy else None):
-                match message:
-                    case Shutdown():
-                        return
-                    case Connect():
-                        mover.connect(message)
-                    case PullRows():
-                        mover.begin(message)
-                    case PushRows():
-                        mover.begin_push(message)
-                    case AttachTier():
-                        port = UnitPort.attach(memory.layout, memory.cache, num_blocks, message)
-                    case RunStep():
-                        if stream_layers:
-                            tell = partial(_tell, mailbox, message.step_id, runner.comm.rank)
-                            spec = memory.layout.spec
-                            runner.watch = partial(
-                                TellingStep, spec=spec, every=stream_layers, tell=tell
-                            )
-                        mailbox.send(_run_step(runner, rows, port, message))
-                        mailbox.send(Gauges(dict(memory.gauges), dict(memory.totals)))
-                    case _:
-                        raise KvflowError(
-                            f"a prefill rank runs steps, it got a {type(message).__name__}"
+            match porter.receive():
+                case Shutdown():
+                    return
+                case AttachTier() as tier:
+                    port = UnitPort.attach(memory.layout, memory.cache, num_blocks, tier)
+                case RunStep() as step:
+                    if stream_layers:
+                        tell = partial(_tell, porter, step.step_id, rank)
+                        spec = memory.layout.spec
+                        runner.watch = partial(
+                            TellingStep, spec=spec, every=stream_layers, tell=tell
                         )
-            if endpoint.quiesced():  # else something of a failed pull may still arrive
-                for name, report, error in mover.pulled():
-                    mailbox.send(RowsPulled(name, runner.comm.rank, report, error))
-                for name, report, error in mover.pushed():
-                    mailbox.send(RowsPushed(name, runner.comm.rank, report, error))
+                    porter.send(_run_step(runner, rows, port, step))
+                    porter.send(Gauges(dict(memory.gauges), dict(memory.totals)))
+                case message:
+                    raise KvflowError(
+                        f"a prefill rank runs steps, it got a {type(message).__name__}"
+                    )
 
 
-def _tell(mailbox: Mailbox, step_id: int, rank: int, num_layers: int) -> None:
-    mailbox.send(LayersDone(step_id, rank, num_layers))
+def _tell(porter: Porter, step_id: int, rank: int, num_layers: int) -> None:
+    porter.send(LayersDone(step_id, rank, num_layers))
 
 
 def _run_step(
