@@ -59,6 +59,8 @@ def test_a_prefill_engine_across_two_hosts_and_decode_on_the_second(world, promp
     assert seen["inter-node", "active message"] == TCP
     assert seen["intra-node", "remote memory read"] == {"cma/memory"}
     assert transports(w.log("prefill-0@0").read_text())["inter-node", "active message"] == TCP
+    both = ", ".join(sorted([w.a.address, w.b.address]))
+    assert w.served()["hosts"] == {"prefill-0": both, "decode-0": w.b.address}
 
 
 @pytest.mark.slow

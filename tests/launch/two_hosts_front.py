@@ -30,7 +30,9 @@ async def main(address, key_file, result, timeout, end, *flags):
         )
         tokens = {o[0].request_id: [output.token for output in o] for o in served}
         reports = [output.transfer for o in served for output in o if output.transfer]
-        Path(result).write_text(json.dumps({"tokens": tokens, "reports": reports}))
+        hosts = {e.name: e.host for e in deployment.routing.router.engines}
+        told = {"tokens": tokens, "reports": reports, "hosts": hosts}
+        Path(result).write_text(json.dumps(told))
 
 
 async def _until_lost(deployment, ids):
