@@ -15,7 +15,8 @@ from kvflow.kernels.codec import encode_latent
 from kvflow.layouts.record import Record
 from kvflow.models.config import GlmConfig
 from kvflow.models.kvstep import KVStep
-from kvflow.models.ops import Linear, per_head, rms_norm
+from kvflow.models.ops import Linear, rms_norm
+from kvflow.models.product import Matrices
 from kvflow.models.rope import Rotation
 from kvflow.models.selection import Selection
 
@@ -29,22 +30,21 @@ class Attention:
     record: Record
     q_a_norm: Tensor
     kv_a_norm: Tensor
-    q_b: Tensor
-    w_uk: Tensor
-    w_uv: Tensor
+    q_b: Matrices
+    w_uk: Matrices
+    w_uv: Matrices
     o: Linear
     config: GlmConfig
 
     def q_residual(self, q_a: Tensor) -> Tensor:
-        """The normed low-rank query that attention and indexer share: ``[n_padded, q_lora]``."""
+        """The normed low-rank query that attention and indexer share: ``[n, q_lora]``."""
         return rms_norm(q_a, self.q_a_norm, self.config.latent_norm_eps)
 
-    def latent_rows(self, kv: Tensor, rotation: Rotation, num_rows: int) -> Tensor:
-        """Packed latent rows of the local tokens, of ``[n_padded, R + dr]``: uint8
-        ``[num_rows, nbytes]``."""
+    def latent_rows(self, kv: Tensor, rotation: Rotation) -> Tensor:
+        """Packed latent rows of ``[n, R + dr]``: uint8 ``[n, nbytes]``."""
         rank = self.config.kv_lora_rank
         latent = rms_norm(kv[:, :rank], self.kv_a_norm, self.config.latent_norm_eps)
-        return encode_latent(self.record, latent[:num_rows], rotation(kv[:, rank:])[:num_rows])
+        return encode_latent(self.record, latent, rotation(kv[:, rank:]))
 
     def __call__(
         self,
@@ -52,21 +52,19 @@ class Attention:
         rotation: Rotation,
         selection: Selection,
         kv: KVStep,
-        num_rows: int,
         tp: Comm,
     ) -> Tensor:
-        """q_residual ``[n_padded, q_lora]`` -> ``[n_padded, hidden]``, zeros in padded rows."""
-        c, num_padded = self.config, len(q_residual)
+        """q_residual ``[n, q_lora]`` -> ``[n, hidden]``."""
+        c = self.config
+        q = self.q_b(q_residual)
         plain, rope = c.qk_nope_head_dim, c.qk_rope_head_dim
-        q = per_head(q_residual, self.q_b)
-        absorbed = per_head(q[..., :plain], self.w_uk)
+        absorbed = self.w_uk(q[..., :plain])[..., : c.kv_lora_rank]
         turned = rotation(q[..., plain : plain + rope])
-        queries = torch.cat([absorbed.transpose(0, 1), turned.transpose(0, 1)], -1)
-        attended = kv.attend(self.component, queries[:num_rows], selection)
-        out = q.new_zeros(len(q), num_padded, c.kv_lora_rank)
-        out[:, :num_rows] = attended.transpose(0, 1)
-        values = per_head(out, self.w_uv)[..., : c.v_head_dim].transpose(0, 1).flatten(1)
+        queries = torch.cat([absorbed, turned], -1).transpose(0, 1)
+        attended = kv.attend(self.component, queries, selection)
+        values = self.w_uv(attended.transpose(0, 1))[..., : c.v_head_dim]
+        values = values.transpose(0, 1).flatten(1)
         if tp.size > 1:
-            parts = tp.all_gather(values, [num_padded] * tp.size)
+            parts = tp.all_gather(values, [len(values)] * tp.size)
             values = torch.cat(torch.tensor_split(parts, tp.size), 1)
         return self.o(values)

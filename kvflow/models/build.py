@@ -10,7 +10,8 @@ from kvflow.models.attention import Attention
 from kvflow.models.config import GlmConfig
 from kvflow.models.indexer import Indexer
 from kvflow.models.moe import Experts, Moe, Router
-from kvflow.models.ops import LANE, Fan, Linear, Mlp, pad_to
+from kvflow.models.ops import Fan, Linear, Mlp
+from kvflow.models.product import Matrices
 
 Weights = Mapping[str, Tensor]
 
@@ -103,9 +104,9 @@ def _attention(
         record=component.record,
         q_a_norm=weights[a + "q_a_layernorm.weight"],
         kv_a_norm=weights[a + "kv_a_layernorm.weight"],
-        q_b=pad_to(q_b.transpose(1, 2), LANE, dim=2).contiguous(),
-        w_uk=w_uk.contiguous(),
-        w_uv=pad_to(w_uv.transpose(1, 2), LANE, dim=2).contiguous(),
+        q_b=Matrices.of(q_b.transpose(1, 2)),
+        w_uk=Matrices.of(w_uk),
+        w_uv=Matrices.of(w_uv.transpose(1, 2)),
         o=Linear.from_hf(weights[a + "o_proj.weight"]),
         config=c,
     )
@@ -134,6 +135,6 @@ def _moe(c: GlmConfig, weights: Weights, prefix: str, experts: range) -> Moe:
     return Moe(
         router=Router(gate, weights[prefix + "gate.e_score_correction_bias"], c),
         owned=experts,
-        experts=Experts.of(mlps, gate.weight),
+        experts=Experts.of(mlps, gate.matrix.values),
         shared=_mlp(weights, prefix + "shared_experts.") if c.n_shared_experts else None,
     )

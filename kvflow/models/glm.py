@@ -23,7 +23,7 @@ from kvflow.models.config import ConfigError, GlmConfig
 from kvflow.models.indexer import Indexer, first_positions
 from kvflow.models.kvstep import KVStep
 from kvflow.models.moe import Moe
-from kvflow.models.ops import Linear, pad_rows, rms_norm
+from kvflow.models.ops import Linear, rms_norm
 from kvflow.models.rope import Rotation
 from kvflow.models.segment import Segment
 from kvflow.models.selection import Selection, Shape
@@ -34,10 +34,9 @@ ALONE = LocalComm()
 
 @frozen(eq=False)
 class Step:
-    """The local rows of one forward pass, padded to whole tiles, and what they attend to. `tp`
-    are the ranks that compute the same rows for other heads."""
+    """The local rows of one forward pass and what they attend to. `tp` are the ranks that compute
+    the same rows for other heads."""
 
-    num_rows: int
     rotation: Rotation
     segments: Sequence[Segment]
     kv: KVStep
@@ -139,17 +138,17 @@ class Glm:
         rows and compute other heads. A collective over `comm`, `tp` and `kv`: ranks with n = 0
         call it too. Raises `ConfigError` for segments that do not add up to n."""
         self._check(tokens, segments)
-        x = pad_rows(self.embedding.index_select(0, tokens))
-        step = self._step(len(tokens), segments, kv, tp)
+        x = self.embedding.index_select(0, tokens)
+        step = self._step(segments, kv, tp)
         selection = Selection.of((), (), self.config.index_topk)
         for layer in self.layers:
             x, selection = self._layer(layer, x, selection, step, comm)
-        return rms_norm(x, self.final_norm, self.config.rms_norm_eps)[: len(tokens)]
+        return rms_norm(x, self.final_norm, self._eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden ``[m, hidden] -> [m, vocab]``."""
-        return self.head(pad_rows(hidden))[: len(hidden)]
+        return self.head(hidden)
 
     @torch.inference_mode()
     def write_mtp(
@@ -160,7 +159,7 @@ class Glm:
         The row of position t is made of `hidden` ``[n, hidden]`` (as `forward` returns it) at t
         and the embedding of token t + 1 (`next_tokens`, int64 ``[n]``), zeroed at position 0 as
         vLLM does. A collective over `kv`."""
-        step = self._step(len(next_tokens), segments, kv)
+        step = self._step(segments, kv)
         mtp, x = self._mtp_input(next_tokens, hidden, segments)
         self._publish(mtp.layer, self._inputs(mtp.layer, x), step)
         self._release(mtp.layer, kv)
@@ -180,12 +179,12 @@ class Glm:
         attended to. Their `logits` are for token t + 2, and they are the `hidden` of a further
         pass at t + 1. Publishes as `write_mtp`; with a selection of an earlier pass, `shared`, it
         attends to that one and publishes no index keys. A collective over `comm` and `kv`."""
-        step = self._step(len(next_tokens), segments, kv, tp)
+        step = self._step(segments, kv, tp)
         mtp, x = self._mtp_input(next_tokens, hidden, segments)
         layer = mtp.layer if shared is None else evolve(mtp.layer, indexer=None)
         selection = shared or Selection.of((), (), self.config.index_topk)
         x, selection = self._layer(layer, x, selection, step, comm)
-        return rms_norm(x, mtp.final_norm, self._eps)[: len(next_tokens)], selection
+        return rms_norm(x, mtp.final_norm, self._eps), selection
 
     @property
     def _eps(self) -> float:
@@ -200,13 +199,10 @@ class Glm:
                 f"tokens span {ids.min()}..{ids.max()}, must lie in [0, vocab_size = {vocab})"
             )
 
-    def _step(
-        self, num_rows: int, segments: Sequence[Segment], kv: KVStep, tp: Comm = ALONE
-    ) -> Step:
-        positions = pad_rows(positions_of(segments))
-        c = self.config
+    def _step(self, segments: Sequence[Segment], kv: KVStep, tp: Comm = ALONE) -> Step:
+        positions, c = positions_of(segments), self.config
         rotation = Rotation.at(positions, c.qk_rope_head_dim, c.rope_theta, self.embedding.dtype)
-        return Step(num_rows, rotation, segments, kv, Shape(tuple(segments), c.index_topk), tp)
+        return Step(rotation, segments, kv, Shape(tuple(segments), c.index_topk), tp)
 
     def _layer(
         self, layer: Layer, x: Tensor, selection: Selection, step: Step, comm: Comm
@@ -216,13 +212,11 @@ class Glm:
         q_residual = layer.attention.q_residual(inputs[0])
         if layer.indexer is not None:
             selection = self._select(layer.indexer, inputs[3], q_residual, step)
-        x = x + layer.attention(
-            q_residual, step.rotation, selection, step.kv, step.num_rows, step.tp
-        )
+        x = x + layer.attention(q_residual, step.rotation, selection, step.kv, step.tp)
         self._release(layer, step.kv)
         h = rms_norm(x, layer.post_norm, self._eps)
         mlp = layer.mlp
-        out = mlp(h, step.num_rows, comm, step.tp) if isinstance(mlp, Moe) else mlp(h)
+        out = mlp(h, comm, step.tp) if isinstance(mlp, Moe) else mlp(h)
         return x + out, selection
 
     def _inputs(self, layer: Layer, x: Tensor) -> tuple[Tensor, ...]:
@@ -238,10 +232,10 @@ class Glm:
         return Selection.of(chosen, step.segments, self.config.index_topk, step.shape)
 
     def _publish(self, layer: Layer, inputs: tuple[Tensor, ...], step: Step) -> None:
-        rows = layer.attention.latent_rows(inputs[1], step.rotation, step.num_rows)
+        rows = layer.attention.latent_rows(inputs[1], step.rotation)
         step.kv.publish(layer.attention.component, rows)
         if layer.indexer is not None:
-            keys = layer.indexer.key_rows(inputs[2], step.rotation, step.num_rows)
+            keys = layer.indexer.key_rows(inputs[2], step.rotation)
             step.kv.publish(layer.indexer.component, keys)
 
     def _release(self, layer: Layer, kv: KVStep) -> None:
@@ -258,8 +252,8 @@ class Glm:
         embedded = self.embedding.index_select(0, next_tokens)
         embedded = embedded.masked_fill((positions_of(segments) == 0)[:, None], 0.0)
         parts = (
-            rms_norm(pad_rows(embedded), self.mtp.enorm, self._eps),
-            rms_norm(pad_rows(hidden), self.mtp.hnorm, self._eps),
+            rms_norm(embedded, self.mtp.enorm, self._eps),
+            rms_norm(hidden, self.mtp.hnorm, self._eps),
         )
         return self.mtp, self.mtp.eh_proj(torch.cat(parts, -1))
 

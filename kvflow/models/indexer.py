@@ -17,7 +17,8 @@ from kvflow.layouts.record import Record
 from kvflow.layouts.sharding import Ints
 from kvflow.models.config import GlmConfig
 from kvflow.models.kvstep import IndexQueries, KVStep, Segment
-from kvflow.models.ops import Linear, layer_norm, pad_to
+from kvflow.models.ops import Linear, layer_norm
+from kvflow.models.product import pad_to
 from kvflow.models.rope import Rotation
 
 KEY_TILE = 240
@@ -38,12 +39,12 @@ class Indexer:
     k_norm: tuple[Tensor, Tensor]
     config: GlmConfig
 
-    def key_rows(self, key: Tensor, rotation: Rotation, num_rows: int) -> Tensor:
-        """Packed index keys of the local tokens, of ``[n_padded, d]``: uint8 ``[num_rows,
-        nbytes]``. Unlike in attention, the rotated dims come first."""
+    def key_rows(self, key: Tensor, rotation: Rotation) -> Tensor:
+        """Packed index keys of ``[n, d]``: uint8 ``[n, nbytes]``. Unlike in attention, the rotated
+        dims come first."""
         key = layer_norm(key, *self.k_norm, self.config.latent_norm_eps)
         self._rotate(key, rotation)
-        return encode_index_key(self.record, key[:num_rows])
+        return encode_index_key(self.record, key)
 
     def topk(
         self,
@@ -55,12 +56,12 @@ class Indexer:
     ) -> list[Tensor]:
         """Per segment, int64 ``[m, min(topk, context_len)]``: the chosen positions of each query,
         ascending, followed by zeros where fewer than topk positions are visible. weights
-        ``[n_padded, heads]`` have every scale in them. A collective over `kv`, to be called where
+        ``[n, heads]`` have every scale in them. A collective over `kv`, to be called where
         a context of the step exceeds the top-k."""
-        c, num_rows = self.config, sum(len(s) for s in segments)
+        c = self.config
         queries = self.wq_b(q_residual).view(-1, c.index_n_heads, c.index_head_dim)
         self._rotate(queries.transpose(0, 1), rotation)
-        asked = IndexQueries(queries[:num_rows], weights[:num_rows], c.index_topk)
+        asked = IndexQueries(queries, weights, c.index_topk)
         return kv.topk(self.component, asked, segments)
 
     def _rotate(self, x: Tensor, rotation: Rotation) -> None:

@@ -1,9 +1,9 @@
 """Mixture of experts over expert-parallel ranks.
 
 Each rank routes its own tokens, sends (token, expert) rows to the expert's owner and gets the
-unsummed outputs back; the home rank adds them in expert order. Expert products run on fixed
-tiles, so the result has the same bits for every number of ranks, and for one rank with few tokens,
-which asks no device how many rows an expert has.
+unsummed outputs back; the home rank adds them in expert order. A row's products have the same bits
+whatever comes with it, so the result has for every number of ranks, and for one rank with few
+tokens, which asks no device how many rows an expert has.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from kvflow.comm import Comm, CommError
 from kvflow.models.config import GlmConfig
-from kvflow.models.ops import ROW_TILE, Linear, Mlp, gated, pad_rows, tiled
+from kvflow.models.ops import Linear, Mlp, gated
+from kvflow.models.product import ROW_TILE, Matrices, add_in_order
 from kvflow.models.weights import owned_experts
 
 FEW_ROWS = 64
-"""Rows (padded) up to which one rank computes experts in shapes that do not depend on routing."""
+"""Rows up to which one rank computes experts in shapes that do not depend on routing."""
 
 
 @frozen(eq=False)
@@ -31,10 +32,10 @@ class Router:
     config: GlmConfig
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x ``[n_padded, hidden]`` -> expert ids int64 ``[n_padded, k]``, ascending per token,
-        and their weights ``[n_padded, k]``. Ties go to the lower expert."""
+        """x ``[n, hidden]`` -> expert ids int64 ``[n, k]``, ascending per token, and their weights
+        ``[n, k]``. Ties go to the lower expert."""
         c = self.config
-        scores = torch.sigmoid(tiled(x, self.gate.weight))[:, : self.gate.num_out]
+        scores = torch.sigmoid(self.gate.matrix(x)[0])[:, : self.gate.num_out]
         choice = scores + self.bias
         if c.n_group > 1:
             choice = choice.masked_fill(~self._eligible(choice), -torch.inf)
@@ -55,28 +56,23 @@ class Router:
         return keep.repeat_interleave(groups.shape[-1], dim=1)
 
 
-def add_in_order(x: Tensor) -> Tensor:
-    """``[n, k, ...] -> [n, ...]``: the sum over axis 1, first to last."""
-    total = x[:, 0].clone()
-    for j in range(1, x.shape[1]):
-        total += x[:, j]
-    return total
-
-
 @frozen(eq=False)
 class Experts:
     """Routed experts of one size: `gate_up` ``[e, hidden, 2 * inner]``, `down` ``[e, inner,
     hidden padded]``."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrices
+    down: Matrices
 
     @classmethod
     def of(cls, mlps: Sequence[Mlp], like: Tensor) -> "Experts":
         """`like` says dtype and device when there are none."""
         if not mlps:
-            return cls(like.new_empty(0, 0, 0), like.new_empty(0, 0, 0))
-        return cls(torch.stack([m.gate_up for m in mlps]), torch.stack([m.down for m in mlps]))
+            none = Matrices(like.new_empty(0, 0, 0), 0, False)
+            return cls(none, none)
+        return cls(
+            Matrices.stack([m.gate_up for m in mlps]), Matrices.stack([m.down for m in mlps])
+        )
 
     def __len__(self) -> int:
         return len(self.gate_up)
@@ -87,33 +83,25 @@ class Experts:
         for e, count in enumerate(counts):
             if count:
                 mine = slice(start, start + count)
-                mlp = Mlp(self.gate_up[e], self.down[e])
-                out[mine] = mlp(pad_rows(rows[mine]))[:count]
+                out[mine] = Mlp(self.gate_up[e : e + 1], self.down[e : e + 1])(rows[mine])
                 start += count
         return out
 
     def few(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Unsummed outputs ``[n, k, hidden]`` of x ``[n_padded, hidden]`` for expert ids ``[n,
-        k]``: each pair of token and expert on a tile of its own, or every expert on all tiles."""
+        """Unsummed outputs ``[n, k, hidden]`` of x ``[n, hidden]`` for expert ids ``[n, k]``: of
+        each pair of token and expert, or of every token for all experts."""
         num, chosen = ids.shape
-        num_tiles, width = len(x) // ROW_TILE, x.shape[1]
-        flat = ids.flatten()
+        num_pairs, num_tiles = ids.numel(), len(self) * -(-num // ROW_TILE)
         if num == 0:
-            return x.new_empty(0, chosen, width)
-        if 2 * num * chosen < len(self) * num_tiles:
-            tiles = x.new_zeros(num * chosen, ROW_TILE, width)
-            tiles.view(num, chosen, ROW_TILE, width)[:, :, 0] = x[:num, None]
-            inner = gated(torch.bmm(tiles, self.gate_up.index_select(0, flat)))
-            out = torch.bmm(inner, self.down.index_select(0, flat))[:, 0]
+            return x.new_empty(0, chosen, x.shape[1])
+        if self.gate_up.term_block or 2 * num_pairs < num_tiles:
+            pairs = x[:, None].expand(num, chosen, x.shape[1]).flatten(0, 1)
+            out = self.down.each(gated(self.gate_up.each(pairs, ids.flatten())), ids.flatten())
         else:
-            parts = []
-            for tile in x.view(num_tiles, ROW_TILE, width):
-                inner = gated(torch.bmm(tile.expand(len(self), *tile.shape), self.gate_up))
-                parts.append(torch.bmm(inner, self.down))
-            all_of = torch.stack(parts, 1).view(len(self) * len(x), -1)
-            rows = torch.arange(num)[:, None]
-            out = all_of.index_select(0, (ids * len(x) + rows).flatten())
-        return out[:, :width].reshape(num, chosen, width)
+            every = self.down(gated(self.gate_up(x))).flatten(0, 1)
+            rows = torch.arange(num, device=x.device)[:, None]
+            out = every.index_select(0, (ids * num + rows).flatten())
+        return out[:, : x.shape[1]].view(num, chosen, -1)
 
 
 @frozen(eq=False)
@@ -125,8 +113,8 @@ class Moe:
     experts: Experts
     shared: Mlp | None
 
-    def __call__(self, x: Tensor, num_rows: int, comm: Comm, tp: Comm) -> Tensor:
-        """x ``[n_padded, hidden]`` with `num_rows` real rows -> ``[n_padded, hidden]``.
+    def __call__(self, x: Tensor, comm: Comm, tp: Comm) -> Tensor:
+        """x ``[n, hidden]`` -> ``[n, hidden]``.
 
         The ranks of `tp` hold the same rows: each computes a share of them. A collective, with 0
         rows too. Raises `CommError` when `comm` is not the group over which this rank's experts
@@ -138,22 +126,17 @@ class Moe:
                 f"{owned_experts(num_experts, comm.rank, comm.size)}, but {self.owned} are loaded"
             )
         if tp.size == 1:
-            return self._share(x, num_rows, comm)
-        edges = [num_rows * r // tp.size for r in range(tp.size + 1)]
-        mine = x[edges[tp.rank] : edges[tp.rank + 1]]
-        out = self._share(pad_rows(mine), len(mine), comm)[: len(mine)]
-        counts = [stop - start for start, stop in pairwise(edges)]
-        return pad_rows(tp.all_gather(out, counts))
+            return self._share(x, comm)
+        edges = [len(x) * r // tp.size for r in range(tp.size + 1)]
+        out = self._share(x[edges[tp.rank] : edges[tp.rank + 1]], comm)
+        return tp.all_gather(out, [stop - start for start, stop in pairwise(edges)])
 
-    def _share(self, x: Tensor, num_rows: int, comm: Comm) -> Tensor:
+    def _share(self, x: Tensor, comm: Comm) -> Tensor:
         ids, weights = self.router(x)
-        if comm.size == 1 and len(x) <= FEW_ROWS:
-            outputs = self.experts.few(x, ids[:num_rows])
-        else:
-            outputs = self._routed(x, ids[:num_rows], comm)
-        out = x.new_zeros(x.shape) if self.shared is None else self.shared(x)
-        out[:num_rows] += add_in_order(outputs * weights[:num_rows, :, None])
-        return out
+        alone = comm.size == 1 and len(x) <= FEW_ROWS
+        outputs = self.experts.few(x, ids) if alone else self._routed(x, ids, comm)
+        routed = add_in_order(outputs * weights[:, :, None])
+        return routed if self.shared is None else self.shared(x) + routed
 
     def _routed(self, x: Tensor, ids: Tensor, comm: Comm) -> Tensor:
         """Unsummed expert outputs ``[n, k, hidden]`` for expert ids ``[n, k]``."""

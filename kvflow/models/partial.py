@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from kvflow.kernels.codec import decode_latent, latent_rank
 from kvflow.layouts.record import Record
-from kvflow.models.ops import LANE, pad_to
+from kvflow.models.product import LANE, pad_to
 from kvflow.models.reading import MAX_GATHERED, attend
 from kvflow.models.selection import Group, group_size
 from kvflow.transfers.operators.elementary import logarithm

@@ -4,9 +4,13 @@ HF rotates the same pairs but stores [evens | odds]; the in-place order is the o
 Scores are equal either way, cache bytes are not: the order is part of a cache's content.
 """
 
+from functools import cache
+
 import torch
 from attrs import frozen
 from torch import Tensor
+
+from kvflow.models.product import ROW_TILE, pad_to
 
 
 @frozen(eq=False)
@@ -20,9 +24,10 @@ class Rotation:
     @classmethod
     def at(cls, positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> "Rotation":
         """For int64 positions ``[n]``; angles are computed in `dtype`, as HF does in float32."""
-        exponents = torch.arange(0, dim, 2, dtype=dtype) / dim
-        angles = positions.to(dtype)[:, None] * (1.0 / theta**exponents)
-        cos, sin = angles.cos(), angles.sin()
+        # Whole tiles of rows: cos and sin may treat what is left over of a vector differently.
+        rows = pad_to(positions, ROW_TILE).to(dtype)[:, None]
+        angles = rows * _frequencies(dim, theta, dtype, positions.device)
+        cos, sin = angles.cos()[: len(positions)], angles.sin()[: len(positions)]
         return cls(torch.stack([cos, cos], -1).flatten(1), torch.stack([-sin, sin], -1).flatten(1))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -30,3 +35,8 @@ class Rotation:
         sin)``."""
         pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
         return pairs.flip(-1).flatten(-2).mul_(self.sin).add_(x * self.cos)
+
+
+@cache
+def _frequencies(dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)

@@ -1,0 +1,158 @@
+"""Products of rows with matrices: a row's bits are the same however many rows come with it.
+
+A matrix product may add up a row's terms in another order when the number of rows changes. So rows
+are multiplied in tiles, every one of the same shape. Two other ways are faster, for few rows and
+for many: row by row, and larger tiles. They are taken where they were seen, on this machine and for
+matrices of that shape, to give the bits of the tiles. Matrices are kept ``[in, out]`` and
+contiguous, with `out` padded to whole lanes: other shapes select kernels that look at alignment.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from attrs import evolve, frozen
+from torch import Tensor
+
+ROW_TILE = 8
+"""Rows of one tile: costs little over one row in decode, fills the registers in prefill."""
+
+LARGE_TILE = 64
+"""Rows of a larger tile, for which a library rearranges the matrix once."""
+
+FEW = 4
+"""So many rows, one by one, cost less than a tile."""
+
+LANE = 32
+"""Output columns come in multiples of this, two vectors of the widest registers: functions that
+treat what is left over differently have nothing left over."""
+
+
+@frozen(eq=False)
+class Matrices:
+    """Matrices of one shape: `values` ``[m, a, b]``. `term_block`: row by row in blocks of so many
+    terms has the bits of tiles (0: no block was found to). `is_large`: larger tiles have them."""
+
+    values: Tensor
+    term_block: int
+    is_large: bool
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Matrices":
+        """Of ``[m, a, b]``, or ``[a, b]`` for one; columns are padded to whole lanes."""
+        values = pad_to(values.view(-1, *values.shape[-2:]), LANE, dim=2).contiguous()
+        threads = torch.get_num_threads()
+        return cls(values, *_same_bits(*values.shape[1:], values.dtype, values.device, threads))
+
+    @classmethod
+    def stack(cls, others: Sequence["Matrices"]) -> "Matrices":
+        """Those of several, which are of one shape, behind each other."""
+        return evolve(others[0], values=torch.cat([other.values for other in others]))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, which: slice) -> "Matrices":
+        """Some of the matrices."""
+        return evolve(self, values=self.values[which])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Every product: x ``[m, n, a]``, or ``[n, a]`` for all matrices -> ``[m, n, b]``."""
+        num, num_in, num_out = self.values.shape
+        num_rows = x.shape[-2]
+        if self.term_block and num_rows <= FEW:
+            terms = _terms(num, num_rows, num_in, x.device)
+            x = x.expand(num, num_rows, num_in).flatten()
+            sums = _row_by_row(x, self.values, terms, self.term_block)
+            return sums.view(num, num_rows, num_out)
+        return _by_tiles(x, self.values, self.is_large)
+
+    def each(self, x: Tensor, which: Tensor) -> Tensor:
+        """Row i times matrix ``which[i]``: x ``[r, a]``, which int64 ``[r]`` -> ``[r, b]``."""
+        num_in = self.values.shape[1]
+        if not self.term_block:
+            return _by_tiles(x[:, None], self.values.index_select(0, which), False)[:, 0]
+        terms = (which[:, None] * num_in + torch.arange(num_in, device=x.device)).flatten()
+        return _row_by_row(x.flatten(), self.values, terms, self.term_block)
+
+
+def pad_to(x: Tensor, multiple: int, *, dim: int = 0) -> Tensor:
+    """Zeros appended along `dim` up to a multiple; `x` itself when it already is one."""
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def add_in_order(x: Tensor) -> Tensor:
+    """``[n, k, ...] -> [n, ...]``: the sum over axis 1, first to last."""
+    total, *others = x.unbind(1)
+    for other in others:
+        total = total + other
+    return total
+
+
+def _by_tiles(x: Tensor, values: Tensor, is_large: bool) -> Tensor:
+    """x ``[m, n, a]`` or ``[n, a]``, values ``[m, a, b]`` -> ``[m, n, b]``."""
+    num, num_in, num_out = values.shape
+    num_rows = x.shape[-2]
+    x = pad_to(x.contiguous(), ROW_TILE, dim=-2)
+    x = x.expand(num, x.shape[-2], num_in)
+    out = x.new_empty(num, x.shape[1], num_out)
+    for rows in _cuts(x.shape[1], is_large):
+        torch.bmm(x[:, rows], values, out=out[:, rows])
+    return out[:, :num_rows]
+
+
+def _cuts(num_rows: int, is_large: bool) -> Iterator[slice]:
+    start = 0
+    while start < num_rows:
+        size = LARGE_TILE if is_large and num_rows - start >= LARGE_TILE else ROW_TILE
+        yield slice(start, start + size)
+        start += size
+
+
+def _row_by_row(x: Tensor, values: Tensor, terms: Tensor, term_block: int) -> Tensor:
+    """Row i of the result ``[r, b]`` is the sum of the rows ``terms[i * a:(i + 1) * a]`` of all
+    matrices, times the `x` beside them: x and terms ``[r * a]``."""
+    num_in, num_out = values.shape[1:]
+    num_rows, num_blocks = len(x) // num_in, -(-num_in // term_block)
+    begins = _begins(num_rows, num_in, term_block, x.device)
+    sums = F.embedding_bag(
+        terms, values.view(-1, num_out), begins, mode="sum", per_sample_weights=x
+    )
+    return add_in_order(sums.view(num_rows, num_blocks, num_out))
+
+
+@cache
+def _terms(num: int, num_rows: int, num_in: int, device: torch.device) -> Tensor:
+    """The rows of all matrices, ``[num * num_in]``, that each row of each product sums."""
+    rows = torch.arange(num * num_in, device=device).view(num, 1, num_in)
+    return rows.expand(num, num_rows, num_in).flatten()
+
+
+@cache
+def _begins(num_rows: int, num_in: int, term_block: int, device: torch.device) -> Tensor:
+    """Where the blocks of terms of each row begin."""
+    rows = torch.arange(0, num_rows * num_in, num_in, device=device)
+    return (rows[:, None] + torch.arange(0, num_in, term_block, device=device)).flatten()
+
+
+@cache
+def _same_bits(
+    num_in: int, num_out: int, dtype: torch.dtype, device: torch.device, num_threads: int
+) -> tuple[int, bool]:
+    """`Matrices.term_block` and `is_large` of a shape, found by trying."""
+    generator = torch.Generator().manual_seed(num_in)
+    x = torch.randn(1, LARGE_TILE, num_in, generator=generator, dtype=dtype).to(device)
+    values = torch.randn(1, num_in, num_out, generator=generator, dtype=dtype).to(device)
+    tiles = _by_tiles(x, values, False)
+    is_large = torch.equal(tiles, torch.bmm(x, values))
+    few, terms = x[0, :ROW_TILE].flatten(), _terms(1, ROW_TILE, num_in, device)
+    for block in (num_in, *range(16, min(num_in, 512), 16)):
+        if torch.equal(tiles[0, :ROW_TILE], _row_by_row(few, values, terms, block)):
+            return block, is_large
+    return 0, is_large
