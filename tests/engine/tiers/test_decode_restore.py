@@ -88,7 +88,16 @@ def counters(deployment):
     return deployment.counters["decode-0"]
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def _shapes():
+    """All; those that every run serves are the least and the most."""
+    always = "paged", "DCP and HiSparse"
+    return [
+        pytest.param(shape, id=name, marks=[] if name in always else pytest.mark.slow)
+        for name, shape in SHAPES.items()
+    ]
+
+
+@pytest.mark.parametrize("shape", _shapes())
 def test_a_prompt_computed_here_is_restored_from_what_pcp_x_dcp_has_stored(shape):
     """The decode engine had 44 tokens and gave them away but for a few; 40 come back, the rest is
     computed."""
@@ -112,5 +121,47 @@ def test_a_prompt_computed_here_is_restored_from_what_pcp_x_dcp_has_stored(shape
             assert sorted(restored) == [(rank, held, 40) for rank in range(size)]
             assert now["restored_host_tokens"] == 40 - held > 0
             assert outputs[0].cached_tokens == 40
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_preempted_request_finds_its_prompt_in_the_tier(shape):
+    """Two requests, of which one comes to need nearly all blocks; the other keeps a part of its
+    first unit."""
+    together = [request(f"r{i}", words(i, 24), greedy(40)) for i in (1, 2)]
+    sizes = {"decode_kv_tokens": 70, "prefill_kv_tokens": 128, "loans": False}
+
+    async def run():
+        async with world(launch(**(shape | sizes))) as deployment:
+            got = await asyncio.gather(*(collect(deployment, one) for one in together))
+            await idle(deployment)
+            return [[o.token for o in outputs] for outputs in got], dict(counters(deployment))
+
+    got, now = asyncio.run(run())
+    assert got == [one_rank_tokens(one, "fp8") for one in together]
+    assert now["preemptions"] > 0
+    assert now["restored_host_tokens"] > 0
+
+
+def test_what_only_files_know_comes_by_way_of_the_tier(tmp_path):
+    """After a restart a decode engine of another layout takes a prompt from the disk."""
+    one = request("a", words(1, 41), greedy(4))
+    prefix = PrefixConfig(True, BLOCK, host_nbytes("fp8", BLOCK, 40), tmp_path, 1 << 24)
+
+    async def run():
+        async with world(launch(prefix=prefix)) as deployment:
+            await asked(deployment, one)
+        later = launch(prefix=prefix, pcp=1, dcp=1, interleave=1, **SHAPES["DCP and HiSparse"])
+        async with world(later) as deployment:
+            deployment.routing.router.on_load("prefill-0", NO_ROOM)
+            with checked(one) as (restored, wrong):
+                outputs = await asked(deployment, one)
+            assert sorted(restored) == [(0, 0, 40), (1, 0, 40)]
+            assert wrong == []
+            assert outputs[0].cached_tokens == 40
+            assert counters(deployment)["restored_disk_tokens"] == 40
+            assert counters(deployment)["restored_host_tokens"] == 0
 
     asyncio.run(run())

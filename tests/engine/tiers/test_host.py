@@ -1,6 +1,7 @@
 """The host tier: whose rows lie in which unit, and the memory that several processes map."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -188,14 +189,22 @@ there = UnitMemory.attach(sys.argv[1], toy_spec(True), 4, 4)
 assert bytes(there.units[2].numpy()) == bytes([7]) * there.units.shape[1]
 there.units[3] = 9
 there.set_label(3, bytes(range(32)))
+reader = UnitMemory.attach(sys.argv[1], toy_spec(True), 4, 4, writable=False)
+assert (reader.units[3] == 9).all() and reader.label(3) == bytes(range(32))
+print("has read", flush=True)
+reader.units[3] = 8
+print("has written")
 """
 
 
 def test_another_process_maps_the_same_bytes():
+    """One that only reads ends where it writes."""
     made = memory(4)
     made.units[2] = 7
     here = os.path.dirname(os.path.dirname(__file__))
-    subprocess.run([sys.executable, "-c", ATTACH, made.name, here], check=True)
+    run = [sys.executable, "-c", ATTACH, made.name, here]
+    ended = subprocess.run(run, stdout=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, b"has read\n")
     assert (made.units[3] == 9).all()
     assert made.label(3) == bytes(range(32))
     made.close()
