@@ -8,6 +8,7 @@ from launch_world import collect, config, ranks_of, until
 
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.launch.processes import process_deployment
+from kvflow.router.config import Load
 
 pytestmark = pytest.mark.processes
 GIB = 1 << 30
@@ -62,3 +63,43 @@ def test_prefixes_come_from_pools_host_and_files_and_survive_a_restart(tmp_path,
     assert sum(reused.values()) == 88
     assert ranks_of(os.getpid()) == []
     assert set(os.listdir("/dev/shm")) <= shm
+
+
+@pytest.mark.slow
+def test_a_decode_group_restores_what_a_prefill_group_has_stored(prompts):
+    """Processes of two engines map the tier of a third: PCP 4 x DCP 4 stores, a HiSparse group of 2
+    takes its prompt from there and computes the rest."""
+    ids, greedy = prompts["p48"]
+    launch = config(
+        pcp=4,
+        dcp=4,
+        prefill_block=4,
+        decode_block=16,
+        decode_dcp=2,
+        hisparse=True,
+        max_model_len=96,
+        prefill_kv_tokens=96,
+        decode_kv_tokens=96,
+        local_prefill_tokens=95,
+        prefix=PrefixConfig(block_size=8, host_nbytes=GIB // 16),
+    )
+
+    async def run():
+        async with process_deployment(launch) as deployment:
+            router = deployment.routing.router
+            await collect(deployment, "a", ids, len(greedy))
+            await collect(deployment, "b", tuple(7 * i % 300 for i in range(85)), 11)
+            await until(lambda: not deployment.journeys.live)
+            router.on_load("prefill-0", Load(1 << 41))  # no room
+            outputs = await collect(deployment, "c", ids, len(greedy))
+            await until(lambda: not deployment.prefill.tiers.num_under_way)
+            deployment.prefill.audit()
+            counters = deployment.counters["decode-0"]
+            return [o.token for o in outputs], outputs[0].cached_tokens, counters
+
+    tokens, cached, counters = asyncio.run(run())
+    assert tokens == greedy
+    assert cached == 40
+    assert counters["local_prefills"] == 1
+    assert counters["restored_host_tokens"] == 40 - counters["reused_tokens"] > 0
+    assert ranks_of(os.getpid()) == []
