@@ -137,8 +137,7 @@ class Deployment:
             self._send_all(self.prefill_ranks[name], one.attachment)
             one.watch(partial(self.routing.prefill_changed, self.prefills[name]))
             self.routing.prefill_changed(self.prefills[name])  # what files hold already
-        host = self.options.host
-        near = [name for name in self.decode_ranks if self.options.host_of(name) == host]
+        near = [name for name in self.decode_ranks if self.options.is_near(name)]
         for one in tiers.values():
             self._send_all(near, one.attachment)
         if tiers:

@@ -22,13 +22,16 @@ class RouterError(KvflowError, ValueError):
 
 class EngineInfo(Struct, frozen=True):
     """An engine as it introduces itself. `role` "both" computes its own prompts and takes no loan.
-    `max_kv_tokens` is what its running requests can hold together. `host` names the machine."""
+    `max_kv_tokens` is what its running requests can hold together. `host` names the machine. For
+    a prompt that it computes it restores from the slower tiers of `restores_from`, other engines
+    by name, as from its own."""
 
     name: str
     role: Role
     block_size: int
     max_kv_tokens: int
     host: str = ""
+    restores_from: tuple[str, ...] = ()
 
 
 class Load(Struct, frozen=True):

@@ -33,12 +33,16 @@ class ResidencyIndex:
     _parents: dict[bytes, bytes | None] = field(factory=dict)
     _held: dict[int, set[bytes]] = field(factory=dict)  # holder -> its blocks
     _free_bits: list[int] = field(factory=list)
+    _restores_from: dict[str, tuple[str, ...]] = field(factory=dict)  # of those that do
 
-    def add_engine(self, name: str) -> None:
-        """An engine that holds nothing yet. Raises `RouterError` if it is known."""
+    def add_engine(self, name: str, restores_from: Sequence[str] = ()) -> None:
+        """An engine that holds nothing yet, and reaches the slower tiers of others. Raises
+        `RouterError` if it is known."""
         if name in self._bits:
             raise RouterError(f"engine {name!r} is indexed already")
         self._bits[name] = {tier: self._new_bit() for tier in self.tiers}
+        if restores_from:
+            self._restores_from[name] = tuple(restores_from)
 
     def _new_bit(self) -> int:
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._held)
@@ -47,6 +51,7 @@ class ResidencyIndex:
 
     def remove_engine(self, name: str) -> None:
         """Forgets the engine and what it held. Unknown engines are none already."""
+        self._restores_from.pop(name, None)
         for bit in self._bits.pop(name, {}).values():
             self._clear(bit)
             self._free_bits.append(bit)
@@ -111,8 +116,27 @@ class ResidencyIndex:
     def hits(self, hashes: Sequence[bytes]) -> dict[str, Hit]:
         """By engine, what it holds of a chain from its first block on; engines without the first
         block are left out."""
-        held = {name: dict.fromkeys(self.tiers, 0) for name in self._bits}
-        alive = dict(self._bits)
+        return self._hits(hashes, self._bits)
+
+    def reach(self, hashes: Sequence[bytes]) -> dict[str, Hit]:
+        """As `hits`, of the engines that restore from others, with what these hold in slower
+        tiers."""
+        return self._hits(hashes, {name: self._reached(name) for name in self._restores_from})
+
+    def _reached(self, name: str) -> dict[str, int]:
+        """The holders that an engine reaches, by tier."""
+        bits = dict(self._bits[name])
+        others = [self._bits[one] for one in self._restores_from[name] if one in self._bits]
+        for tier in self.tiers[1:]:
+            for other in others:
+                bits[tier] |= other[tier]
+        return bits
+
+    def _hits(
+        self, hashes: Sequence[bytes], readers: Mapping[str, Mapping[str, int]]
+    ) -> dict[str, Hit]:
+        held = {name: dict.fromkeys(self.tiers, 0) for name in readers}
+        alive = dict(readers)
         for holders, run in groupby(map(self._holders.get, hashes)):
             n = len(list(run))
             for name, bits in tuple(alive.items()):

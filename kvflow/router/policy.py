@@ -68,7 +68,7 @@ class Router:
             raise RouterError(
                 f"engine {info.name!r} has max_kv_tokens {info.max_kv_tokens}, must be at least 1"
             )
-        self.index.add_engine(info.name)
+        self.index.add_engine(info.name, info.restores_from)
         self._accounts[info.name] = EngineAccount(info)
         self._orders[info.name] = EventOrder()
 
@@ -122,7 +122,8 @@ class Router:
                 f"request {request_id!r} has {len(hashes)} full blocks of {self.config.block_size} "
                 f"tokens, its prompt has {num_tokens}, must be at least 1 and all of the blocks"
             )
-        prompt = Prompt(num_tokens, self.config.block_size, self.index.hits(hashes))
+        hits, reach = self.index.hits(hashes), self.index.reach(hashes)
+        prompt = Prompt(num_tokens, self.config.block_size, hits, reach)
         able = [a for a in self._accounts.values() if num_tokens <= a.info.max_kv_tokens]
         pair = Prices(self.config, prompt, able).best()
         if pair is None:

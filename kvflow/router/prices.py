@@ -25,16 +25,28 @@ class Loan:
 
 @frozen
 class Prompt:
-    """A prompt of `num_tokens` tokens, and by engine what it holds of it."""
+    """A prompt of `num_tokens` tokens, and by engine what it holds of it; `reach` is, of engines
+    that restore from others too, what they need not compute."""
 
     num_tokens: int
     block_size: int
     hits: Mapping[str, Hit]
+    reach: Mapping[str, Hit] = field(factory=dict)
 
     def held(self, name: str) -> int:
         """Tokens that an engine need not compute: its unbroken prefix, whatever the tiers, but
         never the prompt's last token."""
-        hit = self.hits.get(name)
+        return self._num_in(self.hits.get(name))
+
+    def known(self, name: str) -> Hit | None:
+        """What an engine need not compute, if it computes the prompt."""
+        return self.reach.get(name) or self.hits.get(name)
+
+    def num_known(self, name: str) -> int:
+        """As `held`, of what is `known`."""
+        return self._num_in(self.known(name))
+
+    def _num_in(self, hit: Hit | None) -> int:
         return min(hit.num_blocks * self.block_size, self.num_tokens - 1) if hit else 0
 
 
@@ -125,8 +137,9 @@ class Prices:
 
     def compute(self, account: EngineAccount, factor: float = 1.0) -> Offer:
         """Computing and generating on one engine, each token of the prompt at `factor`."""
-        uncached = self.prompt.num_tokens - self.prompt.held(account.info.name)
-        cost = factor * self._compute(account, uncached) + self._take(account)
+        uncached = self.prompt.num_tokens - self.prompt.num_known(account.info.name)
+        cost = factor * self._compute(account, uncached)
+        cost += self._restore(self.prompt.known(account.info.name))
         return Offer(account, cost + self._run(account) + self._crowd(account), uncached)
 
     def receive(self, account: EngineAccount) -> Offer:
@@ -156,16 +169,17 @@ class Prices:
         """Computing tokens, and waiting for those ahead."""
         return uncached + self.config.queue_cost * account.queue_tokens
 
-    def _take(
-        self, account: EngineAccount, loan: Loan | None = None, loan_cost: float = 0.0
-    ) -> float:
+    def _take(self, account: EngineAccount, loan: Loan | None, loan_cost: float) -> float:
         """Restoring what lies in slower tiers, and pulling what is borrowed."""
         name = account.info.name
-        hit = self.prompt.hits.get(name)
+        borrowed = loan.num_tokens - self.prompt.held(name) if loan else 0
+        return self._restore(self.prompt.hits.get(name)) + loan_cost * borrowed
+
+    def _restore(self, hit: Hit | None) -> float:
+        """Restoring what lies in slower tiers."""
         tiers = hit.tiers if hit else {}
         restored = sum(self.config.tier_costs[tier] * n for tier, n in tiers.items())
-        borrowed = loan.num_tokens - self.prompt.held(name) if loan else 0
-        return restored * self.prompt.block_size + loan_cost * borrowed
+        return restored * self.prompt.block_size
 
     def _run(self, account: EngineAccount) -> float:
         """What the requests that an engine runs already cost one more."""

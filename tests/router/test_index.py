@@ -63,7 +63,11 @@ def slow_hits(held: dict[str, dict[str, set[bytes]]], blocks: list[bytes]) -> di
 
 @given(operations=st.lists(OPERATION, max_size=60))
 def test_hits_are_what_sets_kept_the_slow_way_say(operations):
-    index = index_of(*ENGINES)
+    """And so is what "a" reaches, which restores from "c" and an engine that is none."""
+    index = ResidencyIndex(BLOCK, TIERS)
+    index.add_engine("a", ("c", "gone"))
+    for name in ENGINES[1:]:
+        index.add_engine(name)
     held = {engine: {tier: set() for tier in TIERS} for engine in ENGINES}
     for what, engine, tier, branch, k in operations:
         block = chain(branch, 8)[k]
@@ -78,15 +82,19 @@ def test_hits_are_what_sets_kept_the_slow_way_say(operations):
             held[engine][tier].clear()
         else:
             index.remove_engine(engine)
-            index.add_engine(engine)
+            index.add_engine(engine, ("c", "gone") if engine == "a" else ())
             held[engine] = {name: set() for name in TIERS}
+    reached = {t: held["a"][t] | (held["c"][t] if t != "device" else set()) for t in TIERS}
     for branch in range(3):
-        expected = slow_hits(held, chain(branch, 8))
-        found = index.hits(chain(branch, 8))
-        assert found.keys() == expected.keys()
-        for engine, tiers in expected.items():
-            assert found[engine].num_blocks == len(tiers)
-            assert found[engine].tiers == {t: tiers.count(t) for t in TIERS if t in tiers}
+        blocks = chain(branch, 8)
+        for found, expected in (
+            (index.hits(blocks), slow_hits(held, blocks)),
+            (index.reach(blocks), slow_hits({"a": reached}, blocks)),
+        ):
+            assert found.keys() == expected.keys()
+            for engine, tiers in expected.items():
+                assert found[engine].num_blocks == len(tiers)
+                assert found[engine].tiers == {t: tiers.count(t) for t in TIERS if t in tiers}
     for engine, tiers in held.items():
         assert {t: index.num_blocks(engine, t) for t in TIERS} == {t: len(tiers[t]) for t in TIERS}
     assert not index.counts

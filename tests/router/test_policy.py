@@ -43,6 +43,45 @@ def names(router: Router, role: str) -> list[str]:
     return [info.name for info in router.engines if info.role == role]
 
 
+# --- tiers that others own
+
+
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
+def test_a_decode_engine_that_restores_from_a_tier_computes_the_rest_itself(where):
+    """9 of 10 blocks lie with the prefill engine, which is busy; in its slower tiers they are as
+    good as the decode engine's own."""
+    router = Router(RouterConfig(BLOCK, local_prefill_tokens=BLOCK))
+    router.register(EngineInfo("prefill-0", "prefill", BLOCK, 10**7))
+    router.register(EngineInfo("decode-0", "decode", BLOCK, 10**7, "", ("prefill-0",)))
+    router.register(EngineInfo("decode-1", "decode", BLOCK, 10**7, "elsewhere"))
+    router.on_load("prefill-0", Load(0, 1, 0, 10**5))
+    blocks = chain("a", 10)
+    warm(router, "prefill-0", blocks[:9], where)
+    route = router.route("a", blocks, 10 * BLOCK)
+    if where == "device":
+        assert (route.prefill, route.uncached_tokens) == ("prefill-0", BLOCK)
+    else:
+        assert (route.prefill, route.decode) == (None, "decode-0")
+        assert route.uncached_tokens == BLOCK
+    assert route.hit_tokens == {"prefill-0": 9 * BLOCK}
+
+
+def test_what_an_engine_only_restores_it_cannot_lend():
+    router = Router(RouterConfig(BLOCK))
+    router.register(EngineInfo("prefill-0", "prefill", BLOCK, 10**7))
+    router.register(EngineInfo("prefill-1", "prefill", BLOCK, 10**7))
+    router.register(EngineInfo("decode-0", "decode", BLOCK, 10**7, "", ("prefill-0", "prefill-1")))
+    router.register(EngineInfo("decode-1", "decode", BLOCK, 10**7, "", ("prefill-0", "prefill-1")))
+    blocks = chain("a", 10)
+    warm(router, "prefill-0", blocks, "host")
+    warm(router, "decode-0", blocks[:2])
+    router.on_load("decode-0", Load(1 << 41))
+    router.on_load("prefill-0", Load(1 << 41))
+    route = router.route("a", blocks, 10 * BLOCK)
+    assert (route.prefill, route.decode) == ("prefill-1", "decode-1")
+    assert route.prefill_loan == route.decode_loan == Loan("decode-0", 2 * BLOCK)
+
+
 # --- bursts
 
 

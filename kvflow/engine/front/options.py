@@ -28,6 +28,10 @@ class FrontOptions:
     def host_of(self, engine: str) -> str:
         return self.hosts.get(engine, self.host)
 
+    def is_near(self, engine: str) -> bool:
+        """Whether an engine can map the front's host tiers."""
+        return self.host_of(engine) == self.host
+
     @property
     def router(self) -> RouterConfig:
         return RouterConfig(self.block_size, self.local_prefill_tokens, loans=self.loans)

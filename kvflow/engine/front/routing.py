@@ -8,7 +8,7 @@ from kvflow.engine.api import Request
 from kvflow.engine.front.options import FrontOptions
 from kvflow.engine.prefill import PrefillEngine
 from kvflow.engine.prefix.hashes import HASH_SCHEME, PrefixHasher
-from kvflow.router.config import EngineInfo, Load
+from kvflow.router.config import EngineInfo, Load, Role
 from kvflow.router.events import KVEvents
 from kvflow.router.log import ChainScheme, KVEventLog
 from kvflow.router.policy import Route, Router
@@ -31,8 +31,9 @@ class Routing:
         router = Router(options.router)
         for name in prefills:
             router.register(_info(name, "prefill", options, options.prefill_kv_tokens))
+        tiered = [name for name, engine in prefills.items() if engine.tiers is not None]
         for name in decodes:
-            router.register(_info(name, "decode", options, options.decode_kv_tokens))
+            router.register(_info(name, "decode", options, options.decode_kv_tokens, tiered))
         kv = next(iter(prefills.values())).kv
         if not kv.config.enabled:
             return cls(router, None)
@@ -79,6 +80,9 @@ class Routing:
             self._on_load(engine, load)
 
 
-def _info(name: str, role: str, options: FrontOptions, kv_tokens: int) -> EngineInfo:
+def _info(
+    name: str, role: Role, options: FrontOptions, kv_tokens: int, tiered: Iterable[str] = ()
+) -> EngineInfo:
+    tiers = tuple(tiered) if options.is_near(name) else ()
     host = options.host_of(name)
-    return EngineInfo(name, role, options.block_size, kv_tokens, host)  # type: ignore[arg-type]
+    return EngineInfo(name, role, options.block_size, kv_tokens, host, tiers)

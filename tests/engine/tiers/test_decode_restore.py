@@ -33,7 +33,7 @@ def launch(**changes):
     """PCP 4 x DCP 4 before a decode engine that holds little more than one request."""
     sizes = {"pcp": 4, "dcp": 4, "interleave": 2, "prefill_block": BLOCK, "decode_block": 5}
     sizes |= {"max_model_len": 64, "prefill_kv_tokens": 64, "decode_kv_tokens": 64}
-    values = {"kv_dtype": "fp8", "dtype": "float64", "local_prefill_tokens": 63}
+    values = {"kv_dtype": "fp8", "dtype": "float64", "local_prefill_tokens": 9}
     values["prefix"] = PrefixConfig(block_size=BLOCK, host_nbytes=host_nbytes("fp8", BLOCK, 40))
     return config(**(sizes | values | changes))
 
