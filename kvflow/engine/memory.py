@@ -11,7 +11,7 @@ from kvflow.engine.messages import StepItem
 from kvflow.layouts.chunks import BalancedChunks
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
-from kvflow.layouts.sharding import Ints, Replicated
+from kvflow.layouts.sharding import Ints, Replicated, Sharding
 from kvflow.models.kvstep import KVStep
 from kvflow.transfers.executors.base import RankCache
 
@@ -91,7 +91,9 @@ def balanced_deal(ranks: Sequence[tuple[int, ...]]) -> Deal:
     def deal(items: Sequence[StepItem]) -> list[Placement]:
         deals, before = [], 0
         for item in items:
-            chunks = BalancedChunks(len(ranks), item.start, item.stop, rotate=before)
+            chunks: Sharding = Replicated(item.start, item.stop)
+            if len(ranks) > 1:
+                chunks = BalancedChunks(len(ranks), item.start, item.stop, rotate=before)
             deals.append(Placement(chunks, tuple(ranks)))
             before += item.stop - item.start
         return deals

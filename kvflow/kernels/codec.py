@@ -43,6 +43,11 @@ def decode_latent(record: Record, rows: Tensor, dtype: torch.dtype = torch.float
     return _decode(row_format(record, "latent", "rope", SCALE_GROUP), rows, dtype)
 
 
+def view_latent(record: Record, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """As `decode_latent`, of rows that need no copy for it; otherwise None."""
+    return _view(row_format(record, "latent", "rope", SCALE_GROUP), rows, dtype)
+
+
 def latent_rank(record: Record) -> int:
     """R: how many values of a latent row are no rotated ones."""
     return row_format(record, "latent", "rope", SCALE_GROUP).values.size
@@ -158,9 +163,9 @@ def _decode(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor:
         )
     if dtype not in FLOATS.values():
         raise LayoutError(f"decode to {dtype}, must be one of {list(FLOATS)}")
-    aligned = (rows.data_ptr() | int(rows.storage_offset())) % dtype.itemsize == 0
-    if _is_bare(fmt, dtype) and aligned and rows.is_contiguous():
-        return rows.view(dtype)
+    view = _view(fmt, rows, dtype)
+    if view is not None:
+        return view
     flat = rows.reshape(rows.shape[:-1].numel(), fmt.nbytes)
     out = torch.empty(len(flat), fmt.size, dtype=dtype, device=rows.device)
     if out.device.type == "cuda" and fmt.scale is not None:
@@ -176,6 +181,11 @@ def _decode(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor:
     else:
         _dequantise(fmt, fmt.scale, flat, out[:, : fmt.values.size])
     return out.view(*rows.shape[:-1], fmt.size)
+
+
+def _view(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+    aligned = (rows.data_ptr() | int(rows.storage_offset())) % dtype.itemsize == 0
+    return rows.view(dtype) if aligned and rows.is_contiguous() and _is_bare(fmt, dtype) else None
 
 
 def _dequantise(fmt: RowFormat, scale: Span, rows: Tensor, out: Tensor) -> None:

@@ -38,6 +38,12 @@ class SlotRows:
             out[:, start:stop] = items[page, place].view(torch.uint8)
         return out
 
+    @property
+    def in_place(self) -> Tensor | None:
+        """Every slot's packed row, uint8 ``[num_slots, nbytes]``, no copy; None where a row's bytes
+        do not lie together."""
+        return None if self._rows is None else self._rows.view(torch.uint8)
+
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Stores packed rows uint8 ``[n, nbytes]``."""
         held = self._rows

@@ -15,7 +15,7 @@ from kvflow.kernels.codec import encode_latent
 from kvflow.layouts.record import Record
 from kvflow.models.config import GlmConfig
 from kvflow.models.kvstep import KVStep
-from kvflow.models.ops import Linear, rms_norm
+from kvflow.models.ops import Linear, RmsNorm
 from kvflow.models.product import Matrices
 from kvflow.models.rope import Rotation
 from kvflow.models.selection import Selection
@@ -28,8 +28,8 @@ class Attention:
 
     component: str
     record: Record
-    q_a_norm: Tensor
-    kv_a_norm: Tensor
+    q_a_norm: RmsNorm
+    kv_a_norm: RmsNorm
     q_b: Matrices
     w_uk: Matrices
     w_uv: Matrices
@@ -38,12 +38,12 @@ class Attention:
 
     def q_residual(self, q_a: Tensor) -> Tensor:
         """The normed low-rank query that attention and indexer share: ``[n, q_lora]``."""
-        return rms_norm(q_a, self.q_a_norm, self.config.latent_norm_eps)
+        return self.q_a_norm(q_a)
 
     def latent_rows(self, kv: Tensor, rotation: Rotation) -> Tensor:
         """Packed latent rows of ``[n, R + dr]``: uint8 ``[n, nbytes]``."""
         rank = self.config.kv_lora_rank
-        latent = rms_norm(kv[:, :rank], self.kv_a_norm, self.config.latent_norm_eps)
+        latent = self.kv_a_norm(kv[:, :rank])
         return encode_latent(self.record, latent, rotation(kv[:, rank:]))
 
     def __call__(

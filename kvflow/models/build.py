@@ -10,7 +10,7 @@ from kvflow.models.attention import Attention
 from kvflow.models.config import GlmConfig
 from kvflow.models.indexer import Indexer
 from kvflow.models.moe import Experts, Moe, Router
-from kvflow.models.ops import Fan, Linear, Mlp
+from kvflow.models.ops import Fan, Linear, Mlp, RmsNorm
 from kvflow.models.product import Matrices
 
 Weights = Mapping[str, Tensor]
@@ -21,11 +21,11 @@ class Layer:
     """One decoder layer; `indexer` is None where the layer shares its leader's top-k. `inputs` are
     the products of its normed input: q_a and kv_a, and of an indexer key and head weights."""
 
-    input_norm: Tensor
+    input_norm: RmsNorm
     inputs: Fan
     attention: Attention
     indexer: Indexer | None
-    post_norm: Tensor
+    post_norm: RmsNorm
     mlp: Mlp | Moe
 
 
@@ -33,11 +33,11 @@ class Layer:
 class MtpLayer:
     """The multi-token-prediction module: a decoder layer fed with [embedding | hidden]."""
 
-    enorm: Tensor
-    hnorm: Tensor
+    enorm: RmsNorm
+    hnorm: RmsNorm
     eh_proj: Linear
     layer: Layer
-    final_norm: Tensor
+    final_norm: RmsNorm
 
 
 @frozen
@@ -58,11 +58,11 @@ def build_layer(
     dense = config.dense[layer_id] if main else False
     mlp = p + "mlp."
     return Layer(
-        input_norm=weights[p + "input_layernorm.weight"],
+        input_norm=RmsNorm.of(weights[p + "input_layernorm.weight"], config.rms_norm_eps),
         inputs=_inputs(config, weights, p + "self_attn.", full),
         attention=_attention(config, weights, spec, layer_id, share.heads),
         indexer=_indexer(config, weights, spec, layer_id) if full else None,
-        post_norm=weights[p + "post_attention_layernorm.weight"],
+        post_norm=RmsNorm.of(weights[p + "post_attention_layernorm.weight"], config.rms_norm_eps),
         mlp=_mlp(weights, mlp) if dense else _moe(config, weights, mlp, share.experts),
     )
 
@@ -72,11 +72,11 @@ def build_mtp(config: GlmConfig, weights: Weights, spec: KVCacheSpec, share: Sha
     layer_id = config.num_hidden_layers
     p = f"model.layers.{layer_id}."
     return MtpLayer(
-        enorm=weights[p + "enorm.weight"],
-        hnorm=weights[p + "hnorm.weight"],
+        enorm=RmsNorm.of(weights[p + "enorm.weight"], config.rms_norm_eps),
+        hnorm=RmsNorm.of(weights[p + "hnorm.weight"], config.rms_norm_eps),
         eh_proj=Linear.from_hf(weights[p + "eh_proj.weight"]),
         layer=build_layer(config, weights, spec, layer_id, share),
-        final_norm=weights[p + "shared_head.norm.weight"],
+        final_norm=RmsNorm.of(weights[p + "shared_head.norm.weight"], config.rms_norm_eps),
     )
 
 
@@ -102,8 +102,8 @@ def _attention(
     return Attention(
         component=component.name,
         record=component.record,
-        q_a_norm=weights[a + "q_a_layernorm.weight"],
-        kv_a_norm=weights[a + "kv_a_layernorm.weight"],
+        q_a_norm=RmsNorm.of(weights[a + "q_a_layernorm.weight"], c.latent_norm_eps),
+        kv_a_norm=RmsNorm.of(weights[a + "kv_a_layernorm.weight"], c.latent_norm_eps),
         q_b=Matrices.of(q_b.transpose(1, 2)),
         w_uk=Matrices.of(w_uk),
         w_uv=Matrices.of(w_uv.transpose(1, 2)),

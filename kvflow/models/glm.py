@@ -23,7 +23,7 @@ from kvflow.models.config import ConfigError, GlmConfig
 from kvflow.models.indexer import Indexer, first_positions
 from kvflow.models.kvstep import KVStep
 from kvflow.models.moe import Moe
-from kvflow.models.ops import Linear, rms_norm
+from kvflow.models.ops import Linear, RmsNorm
 from kvflow.models.rope import Rotation
 from kvflow.models.segment import Segment
 from kvflow.models.selection import Selection, Shape
@@ -61,7 +61,7 @@ class Glm:
     spec: KVCacheSpec
     embedding: Tensor
     layers: tuple[Layer, ...]
-    final_norm: Tensor
+    final_norm: RmsNorm
     head: Linear
     mtp: MtpLayer | None
 
@@ -87,7 +87,7 @@ class Glm:
                 build_layer(config, weights, spec, i, share)
                 for i in range(config.num_hidden_layers)
             ),
-            final_norm=weights["model.norm.weight"],
+            final_norm=RmsNorm.of(weights["model.norm.weight"], config.rms_norm_eps),
             head=Linear.from_hf(embedding if tied else weights["lm_head.weight"]),
             mtp=(
                 build_mtp(config, weights, spec, share) if config.num_nextn_predict_layers else None
@@ -143,7 +143,7 @@ class Glm:
         selection = Selection.of((), (), self.config.index_topk)
         for layer in self.layers:
             x, selection = self._layer(layer, x, selection, step, comm)
-        return rms_norm(x, self.final_norm, self._eps)
+        return self.final_norm(x)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -184,11 +184,7 @@ class Glm:
         layer = mtp.layer if shared is None else evolve(mtp.layer, indexer=None)
         selection = shared or Selection.of((), (), self.config.index_topk)
         x, selection = self._layer(layer, x, selection, step, comm)
-        return rms_norm(x, mtp.final_norm, self._eps), selection
-
-    @property
-    def _eps(self) -> float:
-        return self.config.rms_norm_eps
+        return mtp.final_norm(x), selection
 
     def check_tokens(self, tokens: Ints | Sequence[int]) -> None:
         """Raises `ConfigError` for token ids outside the vocabulary, which `forward` must not
@@ -214,14 +210,14 @@ class Glm:
             selection = self._select(layer.indexer, inputs[3], q_residual, step)
         x = x + layer.attention(q_residual, step.rotation, selection, step.kv, step.tp)
         self._release(layer, step.kv)
-        h = rms_norm(x, layer.post_norm, self._eps)
+        h = layer.post_norm(x)
         mlp = layer.mlp
         out = mlp(h, comm, step.tp) if isinstance(mlp, Moe) else mlp(h)
         return x + out, selection
 
     def _inputs(self, layer: Layer, x: Tensor) -> tuple[Tensor, ...]:
         """Products of the normed input: q_a, kv_a, and of an indexer key and head weights."""
-        return layer.inputs(rms_norm(x, layer.input_norm, self._eps))
+        return layer.inputs(layer.input_norm(x))
 
     def _select(
         self, indexer: Indexer, weights: Tensor, q_residual: Tensor, step: Step
@@ -251,10 +247,7 @@ class Glm:
         self._check(next_tokens, segments)
         embedded = self.embedding.index_select(0, next_tokens)
         embedded = embedded.masked_fill((positions_of(segments) == 0)[:, None], 0.0)
-        parts = (
-            rms_norm(embedded, self.mtp.enorm, self._eps),
-            rms_norm(hidden, self.mtp.hnorm, self._eps),
-        )
+        parts = self.mtp.enorm(embedded), self.mtp.hnorm(hidden)
         return self.mtp, self.mtp.eh_proj(torch.cat(parts, -1))
 
     def _check(self, tokens: Tensor, segments: Sequence[Segment]) -> None:

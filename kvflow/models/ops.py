@@ -24,7 +24,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[n, in] -> [n, out]``."""
-        return self.matrix(x)[0, :, : self.num_out]
+        out = self.matrix(x)[0]
+        return out if out.shape[1] == self.num_out else out[:, : self.num_out]
 
 
 @frozen(eq=False)
@@ -44,10 +45,22 @@ class Fan:
         return torch.split(self.linear(x), list(self.sizes), -1)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis."""
-    scale = (x * x).sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).mul_(weight)
+@frozen(eq=False)
+class RmsNorm:
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis. Numbers are kept as tensors, which
+    cost a short step less than numbers that become tensors in every call."""
+
+    weight: Tensor
+    share: Tensor
+    eps: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> "RmsNorm":
+        return cls(weight, weight.new_tensor(1 / len(weight)), weight.new_tensor(eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = (x * x).sum(-1, keepdim=True).mul_(self.share).add_(self.eps).rsqrt_()
+        return (x * scale).mul_(self.weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

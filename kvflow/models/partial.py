@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvflow.kernels.codec import decode_latent, latent_rank
 from kvflow.layouts.record import Record
@@ -37,14 +36,10 @@ def groups_of(rows: Tensor, counts: Tensor, topk: int) -> tuple[Group, ...]:
 def attend_rows(record: Record, packed: Tensor, queries: Tensor, groups: Sequence[Group]) -> Tensor:
     """Attention of queries ``[n, h, R + dr]`` over rows of `packed` uint8 ``[t, nbytes]`` as the
     groups say: ``[n, h, R]``. The bits are those of `attend_by_reading`."""
-    out = queries.new_zeros(*queries.shape[:2], latent_rank(record))
-    if groups:
-        # A group's padding names rows too: there are at least as many as one query reads.
-        missing = max(group.size for group in groups) - len(packed)
-        table = pad(decode_latent(record, packed, queries.dtype), (0, 0, 0, max(missing, 0)))
-        for group in groups:
-            attend(queries, table, group, out)
-    return out
+    rank = latent_rank(record)
+    if not groups:
+        return queries.new_zeros(*queries.shape[:2], rank)
+    return attend(queries, decode_latent(record, packed, queries.dtype), groups, rank)
 
 
 def attend_part(

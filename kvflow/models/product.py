@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from attrs import evolve, frozen
 from torch import Tensor
 
@@ -63,8 +62,9 @@ class Matrices:
         num_rows = x.shape[-2]
         if self.term_block and num_rows <= FEW:
             terms = _terms(num, num_rows, num_in, x.device)
-            x = x.expand(num, num_rows, num_in).flatten()
-            sums = _row_by_row(x, self.values, terms, self.term_block)
+            if num > 1:
+                x = x.expand(num, num_rows, num_in)
+            sums = _row_by_row(x.flatten(), self.values, terms, self.term_block)
             return sums.view(num, num_rows, num_out)
         return _by_tiles(x, self.values, self.is_large)
 
@@ -73,8 +73,8 @@ class Matrices:
         num_in = self.values.shape[1]
         if not self.term_block:
             return _by_tiles(x[:, None], self.values.index_select(0, which), False)[:, 0]
-        terms = (which[:, None] * num_in + torch.arange(num_in, device=x.device)).flatten()
-        return _row_by_row(x.flatten(), self.values, terms, self.term_block)
+        terms = _terms(len(self), 1, num_in, x.device).view(-1, num_in).index_select(0, which)
+        return _row_by_row(x.flatten(), self.values, terms.flatten(), self.term_block)
 
 
 def pad_to(x: Tensor, multiple: int, *, dim: int = 0) -> Tensor:
@@ -119,12 +119,16 @@ def _row_by_row(x: Tensor, values: Tensor, terms: Tensor, term_block: int) -> Te
     """Row i of the result ``[r, b]`` is the sum of the rows ``terms[i * a:(i + 1) * a]`` of all
     matrices, times the `x` beside them: x and terms ``[r * a]``."""
     num_in, num_out = values.shape[1:]
-    num_rows, num_blocks = len(x) // num_in, -(-num_in // term_block)
+    num_rows, num_blocks = x.shape[0] // num_in, -(-num_in // term_block)
     begins = _begins(num_rows, num_in, term_block, x.device)
-    sums = F.embedding_bag(
-        terms, values.view(-1, num_out), begins, mode="sum", per_sample_weights=x
-    )
-    return add_in_order(sums.view(num_rows, num_blocks, num_out))
+    sums = row_sums(values.view(-1, num_out), terms, begins, x)
+    return sums if num_blocks == 1 else add_in_order(sums.view(num_rows, num_blocks, num_out))
+
+
+def row_sums(table: Tensor, rows: Tensor, begins: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of rows of a table ``[t, d]``, added one after the other: sum i is of
+    ``rows[begins[i]:begins[i + 1]]``, int64 ``[k]``, with the weights beside them."""
+    return torch.embedding_bag(table, rows, begins, False, 0, False, weights)[0]
 
 
 @cache

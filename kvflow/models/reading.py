@@ -22,6 +22,7 @@ from kvflow.models.indexer import (
     topk_positions,
 )
 from kvflow.models.kvstep import IndexQueries
+from kvflow.models.product import row_sums
 from kvflow.models.segment import Segment
 from kvflow.models.selection import Fetch, Group, Selection
 
@@ -81,53 +82,50 @@ def attend_by_fetching(
     record: Record, read: ReadFetches, queries: Tensor, selection: Selection
 ) -> Tensor:
     """The same where rows of several requests can be read at once."""
-    out = queries.new_empty(*queries.shape[:2], latent_rank(record))
-    if selection.fetches:
-        table = decode_latent(record, read(selection.fetches), queries.dtype)
-        for group in selection.groups:
-            attend(queries, table, group, out)
+    rank = latent_rank(record)
+    if not selection.fetches:
+        return queries.new_empty(*queries.shape[:2], rank)
+    table = decode_latent(record, read(selection.fetches), queries.dtype)
+    return attend(queries, table, selection.groups, rank)
+
+
+def attend(queries: Tensor, table: Tensor, groups: Sequence[Group], rank: int) -> Tensor:
+    """Softmax attention of queries ``[n, h, R + dr]``, already scaled, over rows of `table`
+    ``[t, R + dr]``: ``[n, h, R]``, where `rank` is R and the groups hold all queries.
+
+    Every score is a dot product of its own and every output a sum in the order of the rows, so
+    rows are read where they lie and heads do not know of each other."""
+    widest = max((group.size for group in groups), default=0)
+    if len(table) < widest:  # a sparse row cannot name more columns than there are
+        table = F.pad(table, (0, 0, 0, widest - len(table)))
+    if len(groups) == 1 and groups[0].is_ordered:
+        return _attend(queries, table, groups[0])[..., :rank]
+    out = queries.new_zeros(*queries.shape[:2], rank)
+    for group in groups:
+        sums = _attend(queries.index_select(0, group.queries), table, group)
+        out.index_copy_(0, group.queries, sums[..., :rank])
     return out
 
 
-def attend(queries: Tensor, table: Tensor, group: Group, out: Tensor) -> None:
-    """Softmax attention of a group's queries over its rows of `table`, written into `out`.
-
-    queries ``[n, h, R + dr]`` already scaled, table ``[t, R + dr]``, out ``[n, h, R]``. Every
-    score is a dot product of its own and every output a sum in the order of the rows, so rows are
-    read where they lie and heads do not know of each other."""
-    num_heads, dim = queries.shape[1:]
-    size, rank = group.size, out.shape[2]
-    mine = queries.index_select(0, group.queries)
-    if len(table) < size:  # a sparse row cannot name more columns than there are
-        table = F.pad(table, (0, 0, 0, size - len(table)))
-    step = max(1, MAX_SCORES // (size * num_heads))
-    for lo in range(0, len(mine), step):
-        part = slice(lo, min(lo + step, len(mine)))
-        num = part.stop - part.start
-        rows, begins = group.by_head(part, num_heads)
-        scores = _scores(mine[part].reshape(num * num_heads, dim), table, rows, begins)
-        scores = scores.view(num, num_heads, size)
+def _attend(queries: Tensor, table: Tensor, group: Group) -> Tensor:
+    """Of the queries of one group: ``[m, h, R + dr]``."""
+    num, num_heads, dim = queries.shape
+    step = max(1, MAX_SCORES // (group.size * num_heads))
+    parts = []
+    for lo in range(0, num, step):
+        part = slice(lo, min(lo + step, num))
+        mine = queries[part].reshape(-1, dim)
+        reads = group.reads(part, num_heads, table)
+        scores = torch.sparse.sampled_addmm(reads.where, mine, table.t(), beta=0.0).values()
+        scores = scores.view(-1, num_heads, group.size)
         if not group.is_full:
             scores.masked_fill_(group.unused[part], -torch.inf)
-        weights = scores.softmax(-1).flatten()
-        sums = F.embedding_bag(rows, table, begins[:-1], mode="sum", per_sample_weights=weights)
-        sums = sums.view(num, num_heads, dim)[..., :rank]
-        out.index_copy_(0, group.queries[part], sums)
-
-
-def _scores(queries: Tensor, table: Tensor, rows: Tensor, begins: Tensor) -> Tensor:
-    """Dot products of query i with rows ``rows[begins[i]:begins[i + 1]]`` of the table."""
-    where = torch.sparse_csr_tensor(
-        begins,
-        rows,
-        queries.new_zeros(len(rows)),
-        (len(queries), len(table)),
-        check_invariants=False,
-    )
-    scores: Tensor = torch.sparse.sampled_addmm(where, queries, table.t(), beta=0.0).values()
-    return scores
+        parts.append(row_sums(table, reads.rows, reads.begins, scores.softmax(-1).flatten()))
+    sums = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return sums.view(queries.shape)
 
 
 with warnings.catch_warnings():  # torch says once that sparse rows are young
     warnings.simplefilter("ignore")
-    _scores(torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor([0]), torch.tensor([0, 1]))
+    one = torch.zeros(1, dtype=torch.int64)
+    Group(one, one[None], one + 1).reads(slice(0, 1), 1, torch.zeros(1, 1))

@@ -33,18 +33,30 @@ class Fetch:
 
 
 @frozen(eq=False)
+class Reads:
+    """The rows of a table that some queries read, head by head: `rows` int64 ``[m * h * size]``,
+    those of one query and head from its place in `begins` on. `where`: the same as a sparse matrix
+    of zeros."""
+
+    rows: Tensor
+    begins: Tensor
+    where: Tensor
+
+
+@frozen(eq=False)
 class Group:
     """Queries that read equally many rows: `queries` int64 ``[m]`` are local rows, `rows` int64
     ``[m, size]`` index the fetched rows, of which the first ``counts[i]`` are real.
 
-    `is_full`: whether all rows of all queries are known to be real. What is derived from these
-    is kept, as layers share it."""
+    `is_full`: whether all rows of all queries are known to be real; `is_ordered`: whether the
+    queries are known to be 0, 1, ... What is derived from these is kept, as layers share it."""
 
     queries: Tensor
     rows: Tensor
     counts: Tensor
     is_full: bool = False
-    _by_head: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+    is_ordered: bool = False
+    _reads: dict[tuple[object, ...], Reads] = field(init=False, factory=dict)
 
     @property
     def size(self) -> int:
@@ -55,15 +67,22 @@ class Group:
         """Which rows are not real: bool ``[m, 1, size]``."""
         return torch.arange(self.size) >= self.counts[:, None, None]
 
-    def by_head(self, part: slice, num_heads: int) -> tuple[Tensor, Tensor]:
-        """The rows of some queries, once for each head: int64 ``[m * num_heads * size]``, and
-        where those of each begin, and the end."""
-        key = part.start, part.stop, num_heads
-        if key not in self._by_head:
+    def reads(self, part: slice, num_heads: int, table: Tensor) -> Reads:
+        """What some of the queries read of a table of this shape."""
+        key = part.start, part.stop, num_heads, table.shape[0], table.dtype
+        if key not in self._reads:
             num = part.stop - part.start
             rows = self.rows[part, None].expand(num, num_heads, self.size).flatten()
-            self._by_head[key] = rows, torch.arange(0, len(rows) + 1, self.size)
-        return self._by_head[key]
+            begins = torch.arange(0, rows.shape[0] + 1, self.size)
+            zeros, shape = table.new_zeros(rows.shape), (num * num_heads, table.shape[0])
+            where = torch.sparse_csr_tensor(begins, rows, zeros, shape, check_invariants=False)
+            self._reads[key] = Reads(rows, begins[:-1], where)
+        return self._reads[key]
+
+    def moved(self, places: Tensor) -> "Group":
+        """The same where row i of the table stands at ``places[i]``, int64 ``[t]``."""
+        rows = places.index_select(0, self.rows.flatten()).view(self.rows.shape)
+        return Group(self.queries, rows, self.counts, self.is_full, self.is_ordered)
 
 
 @frozen(eq=False)
@@ -211,4 +230,5 @@ def _group(shape: Shape, parts: Sequence[Part], rows: Tensor) -> Group:
     queries = np.concatenate([part.queries for part in parts])
     counts = shape.host_counts[queries]
     is_full = bool(np.all(counts == rows.shape[1]))
-    return Group(torch.from_numpy(queries), rows, torch.from_numpy(counts), is_full)
+    is_ordered = np.array_equal(queries, np.arange(len(queries)))
+    return Group(torch.from_numpy(queries), rows, torch.from_numpy(counts), is_full, is_ordered)

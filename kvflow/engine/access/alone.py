@@ -9,30 +9,53 @@ from functools import partial
 
 import numpy as np
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
 from kvflow.engine.access.facts import StepFacts, joined
 from kvflow.errors import LayoutError
-from kvflow.kernels.codec import decode_index_key
+from kvflow.kernels.codec import decode_index_key, latent_rank, view_latent
 from kvflow.kernels.slots import SlotRows
 from kvflow.layouts.layout import CacheGroup
 from kvflow.layouts.paging import slots_of
 from kvflow.models.kvstep import IndexQueries
-from kvflow.models.reading import attend_by_fetching, topk_by_reading
+from kvflow.models.reading import attend, attend_by_fetching, topk_by_reading
 from kvflow.models.segment import Segment
-from kvflow.models.selection import Fetch, Selection
+from kvflow.models.selection import Fetch, Group, Selection
 from kvflow.models.together import FEW_QUERIES, Together
 
 
-@frozen(eq=False)
+@define(eq=False)
 class _Places:
     """Slots of one block-table group: of every request's context, request i's from ``begins[i]``
-    on, and of the new rows."""
+    on, and of the new rows. What was looked up last is kept: layers that read the same share it."""
 
     context: Tensor
     begins: tuple[int, ...]
+    stops: tuple[int, ...]
     new: Tensor
+    _read: tuple[Sequence[Fetch], Tensor] | None = field(init=False, default=None)
+    _moved: tuple[Selection, Sequence[Group]] | None = field(init=False, default=None)
+
+    def slots(self, fetches: Sequence[Fetch]) -> Tensor:
+        """Of all rows of fetches: int64 ``[t]``."""
+        if self._read is None or self._read[0] is not fetches:
+            slots = [self._slots(fetch) for fetch in fetches]
+            self._read = fetches, torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
+        return self._read[1]
+
+    def groups(self, selection: Selection) -> Sequence[Group]:
+        """The selection's groups, with slots for rows."""
+        if self._moved is None or self._moved[0] is not selection:
+            slots = self.slots(selection.fetches)
+            self._moved = selection, [group.moved(slots) for group in selection.groups]
+        return self._moved[1]
+
+    def _slots(self, fetch: Fetch) -> Tensor:
+        begin = self.begins[fetch.request_idx]
+        if fetch.positions is None:
+            return self.context[begin : begin + self.stops[fetch.request_idx]]
+        return self.context.index_select(0, fetch.positions + begin)
 
 
 @define(eq=False)
@@ -43,11 +66,13 @@ class AloneStep:
     facts: StepFacts
     rows: Mapping[str, SlotRows]
     _places: dict[str, _Places] = field(init=False)
-    _read: dict[str, tuple[Sequence[Fetch], Tensor]] = field(init=False, factory=dict)
+    """By component; those of a group share them."""
     _together: Together | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self._places = {g.name: self._of_group(g) for g in self.facts.layout.groups}
+        self._places = {}
+        for group in self.facts.layout.groups:
+            self._places |= dict.fromkeys(group.components, self._of_group(group))
 
     def _of_group(self, group: CacheGroup) -> _Places:
         context, new, sharding = [], [], self.facts.placement.sharding
@@ -66,7 +91,8 @@ class AloneStep:
         if len(np.unique(fresh)) != len(fresh):
             raise LayoutError(f"new rows of group {group.name!r} share a slot: {fresh}")
         begins = np.cumsum([0, *map(len, context)])[:-1].tolist()
-        return _Places(torch.from_numpy(every), tuple(begins), torch.from_numpy(fresh))
+        stops = tuple(r.stop for r in self.facts.requests)
+        return _Places(torch.from_numpy(every), tuple(begins), stops, torch.from_numpy(fresh))
 
     @property
     def max_context_len(self) -> int:
@@ -78,7 +104,7 @@ class AloneStep:
         return 0
 
     def publish(self, component: str, rows: Tensor) -> None:
-        self.rows[component].write(self._of(component).new, rows)
+        self.rows[component].write(self._places[component].new, rows)
 
     def topk(
         self, component: str, queries: IndexQueries, segments: Sequence[Segment]
@@ -93,27 +119,17 @@ class AloneStep:
         return self._together.choose(decoded, queries)
 
     def attend(self, component: str, queries: Tensor, selection: Selection) -> Tensor:
-        record = self.facts.layout.spec[component].record
-        return attend_by_fetching(record, partial(self._fetch, component), queries, selection)
+        record, rows = self.facts.layout.spec[component].record, self.rows[component].in_place
+        table = None if rows is None else view_latent(record, rows, queries.dtype)
+        if table is None or not selection.fetches:
+            return attend_by_fetching(record, partial(self._fetch, component), queries, selection)
+        return attend(
+            queries, table, self._places[component].groups(selection), latent_rank(record)
+        )
 
     def release(self, component: str) -> None:
         """Nothing is kept for one layer."""
 
-    def _of(self, component: str) -> _Places:
-        return self._places[self.facts.layout.group_of(component).name]
-
     def _fetch(self, component: str, fetches: Sequence[Fetch]) -> Tensor:
-        """Packed rows; layers that read the same share the look-up."""
-        group = self.facts.layout.group_of(component).name
-        known = self._read.get(group)
-        if known is None or known[0] is not fetches:
-            slots = [self._slots(self._places[group], fetch) for fetch in fetches]
-            known = fetches, torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
-            self._read[group] = known
-        return self.rows[component].read(known[1])
-
-    def _slots(self, places: _Places, fetch: Fetch) -> Tensor:
-        begin = places.begins[fetch.request_idx]
-        if fetch.positions is None:
-            return places.context[begin : begin + self.facts.requests[fetch.request_idx].stop]
-        return places.context.index_select(0, fetch.positions + begin)
+        """Packed rows."""
+        return self.rows[component].read(self._places[component].slots(fetches))
