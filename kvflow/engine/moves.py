@@ -62,7 +62,8 @@ class Mover:
 
     def derive(self, request_id: str, source: Source) -> Plan:
         """The transfer plan of all that a source has, derived on this side too and compared with
-        the front's. Raises `PlanError` if they differ or the engine is not connected."""
+        the front's. Raises `PlanError` if they differ or the engine is not connected, and
+        `LayoutError` if its tables are none of the engine's."""
         peer = self._peer(request_id, source.engine)
         plan = plan_transfer(peer.layout, self.layout, (source.start, source.stop))
         if plan.digest != source.digest:
@@ -70,6 +71,7 @@ class Mover:
                 f"request {request_id!r}: this side derives plan {plan.digest[:16]}, "
                 f"the sender {source.digest[:16]}"
             )
+        Binding.of(peer.layout, source.tables, peer.num_blocks, source.stop)
         return plan
 
     def _peer(self, request_id: str, engine: str) -> PeerEngine:

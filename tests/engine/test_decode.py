@@ -217,8 +217,9 @@ def test_d01_abort_midway_keeps_the_blocks_until_the_writer_has_ended(make):
 
 
 def test_d01_late_writes_of_a_failed_pull_meet_quarantined_blocks(make):
-    """The pull misses its deadline, its writer goes on. A small request gets other blocks and its
-    bytes stay; a large one waits for the quarantine to end."""
+    """The pull misses its deadline, its writer goes on; the pool could not hold its request beside
+    these blocks. A small request gets other blocks and its bytes stay; a large one waits for the
+    quarantine to end."""
     world = make(Gate(NUM_MOVES * 4 // 10), timeout=0.2)
     world.connect()
     world.tell(world.prefill("a", 20, 4))
@@ -381,16 +382,22 @@ def test_a_request_that_can_never_fit_fails_with_both_numbers(make):
     )
 
 
-def test_a_source_that_is_gone_fails_the_request(make):
-    world = make()
+def test_what_a_source_that_is_gone_has_not_given_is_computed_here(make):
+    world = make(num_blocks=12)
     world.connect()
     admit = world.prefill("a", 7, 3)
     world.turns(1)
     world.sources[1].close()
     world.tell(admit)
-    world.turn(lambda: world.sent(RequestFailed, "a"))
-    assert "closed" in world.sent(RequestFailed, "a")[0].error
+    world.turn(lambda: world.finished("a"))
+    world.assert_right("a")
     world.assert_idle()
+    (ended,) = world.sent(TransferEnded, "a")
+    assert (sorted(ended.src_ranks), ended.report) == ([0, 1], None)
+    assert "closed" in ended.error
+    counters = world.engine.counters
+    assert (counters["transfer_failures"], counters["recomputed_prompts"]) == (1, 1)
+    assert counters["recomputed_tokens"] == 7
 
 
 def test_a_step_from_outside_ends_the_rank(make):

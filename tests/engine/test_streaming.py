@@ -204,7 +204,8 @@ def test_d01_an_abort_while_a_part_moves_waits_for_it(make):
 
 
 def test_d01_a_part_that_fails_quarantines_all_of_the_request(make):
-    world = make(Gate(-1), timeout=0.2)
+    """The pool could not hold it beside its quarantine: it is given up."""
+    world = make(Gate(-1), timeout=0.2, num_blocks=12)
     first = world.admit("a", 32)
     world.stream("a", 8)
     world.gate.hold_at = 3

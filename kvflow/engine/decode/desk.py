@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
+from msgspec.structs import replace
 
 from kvflow.engine.decode.incoming import Incoming
 from kvflow.engine.decode.kv import DecodeKV
+from kvflow.engine.decode.quarantine import Quarantine
 from kvflow.engine.decode.requests import Decoding, Phase
 from kvflow.engine.decode.turns import TurnDone
 from kvflow.engine.mailbox import Mailbox
@@ -42,15 +44,20 @@ class Desk:
     counters: dict[str, float]
     asks_push: bool = False
     _requests: list[Decoding] = field(init=False, factory=list)
+    _quarantine: Quarantine = field(init=False)
     _num_admitted: int = field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        self._quarantine = Quarantine(self.kv)
 
     def requests(self, *phases: Phase) -> list[Decoding]:
         """Those in these phases, oldest first."""
         return sorted((r for r in self._requests if r.phase in phases), key=lambda r: r.order)
 
-    def state(self) -> list[tuple[int, Phase, int]]:
+    def state(self) -> tuple[list[tuple[int, Phase, int]], int]:
         """What a report is worth being sent for."""
-        return [(r.order, r.phase, r.incoming.arrived) for r in self._requests]
+        requests = [(r.order, r.phase, r.incoming.arrived) for r in self._requests]
+        return requests, len(self._quarantine)
 
     def load(self) -> dict[str, float]:
         """Requests by phase, and the positions that they hold."""
@@ -70,12 +77,12 @@ class Desk:
     @property
     def is_moving(self) -> bool:
         """Whether anything may still arrive."""
-        return self.is_pulling or bool(self.requests(Phase.QUARANTINED))
+        return self.is_pulling or len(self._quarantine) > 0
 
     def holds_others(self, work: Decoding) -> bool:
         """Whether somebody holds blocks that come back without being taken, or a loan does."""
-        held = self.requests(Phase.PULLING, Phase.RESTORING, Phase.QUARANTINED)
-        return bool(held) or self.kv.is_lending
+        held = any(other.tables for other in self.requests(Phase.PULLING, Phase.RESTORING))
+        return held or len(self._quarantine) > 0 or self.kv.is_lending
 
     def remove(self, work: Decoding) -> None:
         self._requests.remove(work)
@@ -92,7 +99,7 @@ class Desk:
             self.counters["refused"] += 1
             self.mailbox.send(RequestFailed(admit.request_id, str(error)))  # why, before that
             for source in sources:
-                self._ended(admit.request_id, source.engine, [], None, str(error))
+                self._not_read(admit.request_id, source.engine, str(error))
             return
         first = [] if admit.first_token is None else [admit.first_token]
         names = self.kv.layout.spec.names
@@ -139,18 +146,18 @@ class Desk:
                     self._lent(work, source)
                 return
         if source is not None:
-            self._ended(message.request_id, source.engine, [], None, None)
+            self._not_read(message.request_id, source.engine, None)
 
     def _lent(self, work: Decoding, source: Source) -> None:
         """A loan that cannot be read, or has no more than what is here, is given back: the other
         source has all."""
         if source.stop <= work.computed:
-            self._ended(work.request_id, source.engine, [], None, None)
+            self._not_read(work.request_id, source.engine, None)
             return
         try:
             plan = self.pulls.derive(work.request_id, source)
         except KvflowError as error:
-            self._ended(work.request_id, source.engine, [], None, str(error))
+            self._not_read(work.request_id, source.engine, str(error))
         else:
             work.incoming.lent(source, plan)
 
@@ -164,7 +171,7 @@ class Desk:
         """Nobody listens. A part under way is waited for, since it cannot be recalled. Otherwise
         every source is told at once, and the request is returned: it is to leave."""
         for work in self._requests:
-            if work.request_id != request_id or work.phase is Phase.QUARANTINED:
+            if work.request_id != request_id:
                 continue
             work.aborted = True
             if not work.num_generated:  # perhaps because its rows are worth nothing
@@ -179,8 +186,8 @@ class Desk:
     def begin(self, work: Decoding) -> None:
         """The request has its blocks, and its first `computed` positions lie in them."""
         work.incoming.begin(work.computed)
+        self.counters["reused_tokens"] += max(work.computed - work.num_cached, 0)
         work.num_cached = work.computed
-        self.counters["reused_tokens"] += work.computed
         work.phase = Phase.PULLING
         if work.is_local:
             self.counters["local_prefills"] += 1
@@ -219,15 +226,15 @@ class Desk:
                 moving[part.request_id].incoming.part_ended(part.report, part.error)
         leaving = [w for w in moving.values() if not w.incoming.missing and self._settle(w)]
         if all(answer.quiesced for answer in answers):
-            self._end_quarantine()
+            for ended in self._quarantine.quiesced():
+                self.mailbox.send(ended)
         return leaving
 
     def _settle(self, work: Decoding) -> bool:
         """A part is over on every rank. Whether the request is to leave."""
         incoming = work.incoming
         if incoming.error is not None:
-            self._quarantine(work, incoming.error)
-            return False
+            return self._go_without(work, incoming.error)
         self.counters["transfer_parts"] += 1
         ended = incoming.settle()
         if ended is not None:
@@ -244,24 +251,38 @@ class Desk:
         return work.aborted
 
     def _run_if_whole(self, work: Decoding) -> None:
-        """The request runs once all its rows and its first token are here."""
+        """The request runs once all its rows and its first token are here. If its rows will not
+        come, it is computed from its tokens, as after a preemption."""
         if work.phase is Phase.PULLING and work.incoming.is_whole and work.num_generated:
-            work.computed, work.phase = len(work.admit.prompt), Phase.RUNNING
-            self.kv.publish(work, leaves=False)
+            if work.tables:
+                work.computed, work.phase = len(work.admit.prompt), Phase.RUNNING
+                self.kv.publish(work, leaves=False)
+            else:
+                work.was_computed, work.phase = len(work.admit.prompt), Phase.PREEMPTED
 
-    def _quarantine(self, work: Decoding, error: str) -> None:
+    def _go_without(self, work: Decoding, error: str) -> bool:
+        """A part has failed, and may still write: the request goes on in other blocks, without the
+        source. Behind a loan all comes from the engine that computes the prompt; if that cannot be
+        read, the rows are computed here. Whether the request is to leave."""
         self.counters["transfer_failures"] += 1
-        work.phase = Phase.QUARANTINED
-        self.kv.quarantine(work)
-        self.mailbox.send(RequestFailed(work.request_id, f"KV transfer failed: {error}"))
-
-    def _end_quarantine(self) -> None:
-        """Blocks of failed transfers come back, here and at the source, once nothing of them
-        moves any more."""
-        for work in self.requests(Phase.QUARANTINED):
-            self.remove(work)
-            self.kv.end_quarantine(work)
-            self._end_unread(work, "transfer failed")
+        is_loan = not work.incoming.at_last_source
+        if work.num_generated:  # else what came before it may be worth nothing
+            self.kv.publish(work, leaves=True)
+        place = work.incoming.unread()[0]
+        self._quarantine.take(work, self._end_of(work, place, None, f"transfer failed: {error}"))
+        work.incoming = work.incoming.rest()
+        work.admit = replace(work.admit, lender_tokens=0)
+        if not work.aborted and not self.kv.can_hold(work.max_len):
+            work.aborted = True
+            self.mailbox.send(RequestFailed(work.request_id, f"KV transfer failed: {error}"))
+        if work.aborted:
+            self._end_unread(work, None)
+            return True
+        self.counters["failed_loans" if is_loan else "recomputed_prompts"] += 1
+        if is_loan:
+            work.phase = Phase.WAITING
+        self._run_if_whole(work)
+        return False
 
     def _end_unread(self, work: Decoding, error: str | None) -> None:
         for place in work.incoming.unread():
@@ -270,19 +291,16 @@ class Desk:
     def _source_ended(
         self, work: Decoding, place: int, report: Mapping[str, Any] | None, error: str | None
     ) -> None:
+        self.mailbox.send(self._end_of(work, place, report, error))
+
+    def _end_of(
+        self, work: Decoding, place: int, report: Mapping[str, Any] | None, error: str | None
+    ) -> TransferEnded:
         source, ranks = work.incoming.sources[place], work.incoming.src_ranks(place)
         told = dict(report) if report is not None else None
         held = work.incoming.num_held
-        self._ended(work.request_id, source.engine, ranks, told, error, held)
+        return TransferEnded(work.request_id, source.engine, ranks, told, error, held)
 
-    def _ended(
-        self,
-        request_id: str,
-        engine: str,
-        src_ranks: list[int],
-        report: dict[str, Any] | None,
-        error: str | None,
-        num_held: int = 0,
-    ) -> None:
-        ended = TransferEnded(request_id, engine, src_ranks, report, error, num_held)
-        self.mailbox.send(ended)
+    def _not_read(self, request_id: str, engine: str, error: str | None) -> None:
+        """A source of which nothing was read, and nothing will be."""
+        self.mailbox.send(TransferEnded(request_id, engine, [], None, error))

@@ -87,6 +87,7 @@ class DecodeEngine:
         self.counters = dict.fromkeys((*names, "preemptions", "recomputed_tokens"), 0.0)
         self.counters |= {"transfer_parts": 0.0, "transfer_late_nbytes": 0.0}
         self.counters |= {"reused_tokens": 0.0, "local_prefills": 0.0}
+        self.counters |= {"failed_loans": 0.0, "recomputed_prompts": 0.0}
         self.counters |= {"model_seconds": 0.0, "control_seconds": 0.0}
         self._crew = Crew(self.worker, self.comm)
         self._desk = Desk(self.kv, self.worker.pulls, self.mailbox, self.counters, self.push)

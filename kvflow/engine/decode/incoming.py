@@ -55,6 +55,11 @@ class Incoming:
         """The request's own blocks hold the first positions."""
         self.arrived = self.num_held = num_held
 
+    def rest(self) -> "Incoming":
+        """What is still to come, anew, if the source that is read now gives nothing."""
+        left = slice(self._at + 1, None)
+        return Incoming(self.sources[left], self.plans[left], self.readable, self.components)
+
     def lent(self, source: Source, plan: Plan) -> None:
         """Another engine gives what it has before the others are read."""
         self.sources.insert(0, source)
@@ -129,7 +134,7 @@ class Incoming:
         return ended, summed_report(parts) | {"late_nbytes": self.late_nbytes}
 
     def unread(self) -> list[int]:
-        """The places of sources that have not ended."""
+        """The places of sources that have not ended; the first one's is that which is read."""
         return list(range(self._at, len(self.sources)))
 
     def src_ranks(self, place: int) -> list[int]:

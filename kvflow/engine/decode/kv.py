@@ -99,14 +99,26 @@ class DecodeKV:
         self.cache.free(work.tables)
         work.tables, work.trail = {}, Trail()
 
-    def quarantine(self, work: Decoding) -> None:
-        """A write into the request's blocks may still arrive."""
-        self.cache.hold(work.tables, "used", "quarantined")
+    def quarantine(self, work: Decoding) -> Tables:
+        """A write into the request's blocks may still arrive: they are kept from everybody until
+        `end_quarantine`, and the request holds nothing any more."""
+        tables = work.tables
+        self.cache.hold(tables, "used", "quarantined")
+        work.tables, work.trail, work.computed = {}, Trail(), 0
+        return tables
 
-    def end_quarantine(self, work: Decoding) -> None:
+    def can_hold(self, length: int) -> bool:
+        """Whether the pools have blocks for `length` positions beside those in quarantine, once
+        all other requests have left."""
+        need = self.layout.num_blocks_for(length)
+        pools = self.pools
+        return all(
+            n <= pools[g].num_blocks - pools[g].count("quarantined") for g, n in need.items()
+        )
+
+    def end_quarantine(self, tables: Tables) -> None:
         """No write can arrive any more: the blocks are free."""
-        self.cache.hold(work.tables, "quarantined", "used")
-        self.give_back(work)
+        self.cache.free(tables, "quarantined")
 
     # --- what others read
 

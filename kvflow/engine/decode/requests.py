@@ -10,15 +10,13 @@ from kvflow.engine.prefix.cache import Trail
 
 
 class Phase(Enum):
-    """Where a request stands. RESTORING: it takes rows from a host tier, then runs. QUARANTINED:
-    its transfer failed and may still write."""
+    """Where a request stands. RESTORING: it takes rows from a host tier, then runs."""
 
     WAITING = "waiting"
     RESTORING = "restoring"
     PULLING = "pulling"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    QUARANTINED = "quarantined"
 
 
 @define(eq=False)

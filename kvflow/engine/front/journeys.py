@@ -6,6 +6,7 @@ writes or reads any more.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
@@ -36,6 +37,8 @@ from kvflow.engine.prefill import PrefillEngine
 from kvflow.engine.sampling import Sampled
 from kvflow.errors import KvflowError
 
+_log = logging.getLogger(__name__)
+
 
 @define(eq=False)
 class Journeys:
@@ -59,6 +62,9 @@ class Journeys:
     def transfer_ended(self, reader: str, message: TransferEnded) -> None:
         """A decode engine reads a source no more: the prompt's blocks, or a sibling's. The request
         may have gone."""
+        if message.error is not None:
+            ends = f"{message.request_id!r}, {message.engine} to {reader}"
+            _log.warning("rows of request %s: %s", ends, message.error)
         live = self.live.get(message.request_id)
         engine = self.prefills.get(message.engine)
         if engine is None:
@@ -79,8 +85,7 @@ class Journeys:
                 live.error = live.error or message.error
             elif not live.has_begun:
                 live.has_begun = True
-                if live.route.prefill is None:
-                    self.routing.prefilled(request_id)
+                self.routing.prefilled(request_id)
             live.events.put_nowait(message)
 
     def lend(self, reader: str, ask: AskLoan) -> None:
