@@ -35,7 +35,7 @@ class Router:
         """x ``[n, hidden]`` -> expert ids int64 ``[n, k]``, ascending per token, and their weights
         ``[n, k]``. Ties go to the lower expert."""
         c = self.config
-        scores = torch.sigmoid(self.gate.matrix(x)[0])[:, : self.gate.num_out]
+        scores = torch.sigmoid(self.gate.matrix.one(x))[:, : self.gate.num_out]
         choice = scores + self.bias
         if c.n_group > 1:
             choice = choice.masked_fill(~self._eligible(choice), -torch.inf)
@@ -68,8 +68,7 @@ class Experts:
     def of(cls, mlps: Sequence[Mlp], like: Tensor) -> "Experts":
         """`like` says dtype and device when there are none."""
         if not mlps:
-            none = Matrices(like.new_empty(0, 0, 0), 0, False)
-            return cls(none, none)
+            return cls(Matrices.none(like), Matrices.none(like))
         return cls(
             Matrices.stack([m.gate_up for m in mlps]), Matrices.stack([m.down for m in mlps])
         )
@@ -95,8 +94,8 @@ class Experts:
         if num == 0:
             return x.new_empty(0, chosen, x.shape[1])
         if self.gate_up.term_block or 2 * num_pairs < num_tiles:
-            pairs = x[:, None].expand(num, chosen, x.shape[1]).flatten(0, 1)
-            out = self.down.each(gated(self.gate_up.each(pairs, ids.flatten())), ids.flatten())
+            pairs, which = x[:, None].expand(num, chosen, x.shape[1]).flatten(0, 1), ids.flatten()
+            out = self.down.each(gated(self.gate_up.each(pairs, which)), which)
         else:
             every = self.down(gated(self.gate_up(x))).flatten(0, 1)
             rows = torch.arange(num, device=x.device)[:, None]

@@ -24,7 +24,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[n, in] -> [n, out]``."""
-        out = self.matrix(x)[0]
+        out = self.matrix.one(x)
         return out if out.shape[1] == self.num_out else out[:, : self.num_out]
 
 
@@ -83,7 +83,7 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[n, hidden] -> [n, hidden]``."""
-        return self.down(gated(self.gate_up(x)))[0, :, : x.shape[1]]
+        return self.down.one(gated(self.gate_up.one(x)))[:, : x.shape[1]]
 
 
 def gated(gate_up: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from kvflow.kernels.codec import decode_latent, latent_rank
 from kvflow.layouts.record import Record
 from kvflow.models.product import LANE, pad_to
 from kvflow.models.reading import MAX_GATHERED, attend
-from kvflow.models.selection import Group, group_size
+from kvflow.models.selection import Group, group_size, group_sizes
 from kvflow.transfers.operators.elementary import logarithm
 from kvflow.transfers.operators.merge import PartialAttention
 
@@ -25,7 +25,7 @@ Natural = PartialAttention[Literal["e"]]
 def groups_of(rows: Tensor, counts: Tensor, topk: int) -> tuple[Group, ...]:
     """Queries by the size they are padded to: `rows` int64 ``[n, widest group]`` index rows, the
     first ``counts[i]`` of each are real."""
-    sizes = torch.tensor([group_size(n, topk) for n in counts.tolist()], dtype=torch.int64)
+    sizes = torch.from_numpy(group_sizes(counts.numpy(), topk))
     groups = []
     for size in torch.unique(sizes).tolist():
         queries = torch.argwhere(sizes == size).flatten()

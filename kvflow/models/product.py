@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 ROW_TILE = 8
@@ -36,6 +36,11 @@ class Matrices:
     values: Tensor
     term_block: int
     is_large: bool
+    _rows: Tensor = field(init=False)
+    """All of them, one below the other."""
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_rows", self.values.flatten(0, 1))
 
     @classmethod
     def of(cls, values: Tensor) -> "Matrices":
@@ -43,6 +48,11 @@ class Matrices:
         values = pad_to(values.view(-1, *values.shape[-2:]), LANE, dim=2).contiguous()
         threads = torch.get_num_threads()
         return cls(values, *_same_bits(*values.shape[1:], values.dtype, values.device, threads))
+
+    @classmethod
+    def none(cls, like: Tensor) -> "Matrices":
+        """No matrices, of the dtype and device of another tensor."""
+        return cls(like.new_empty(0, 0, 0), 0, False)
 
     @classmethod
     def stack(cls, others: Sequence["Matrices"]) -> "Matrices":
@@ -60,21 +70,37 @@ class Matrices:
         """Every product: x ``[m, n, a]``, or ``[n, a]`` for all matrices -> ``[m, n, b]``."""
         num, num_in, num_out = self.values.shape
         num_rows = x.shape[-2]
-        if self.term_block and num_rows <= FEW:
-            terms = _terms(num, num_rows, num_in, x.device)
-            if num > 1:
-                x = x.expand(num, num_rows, num_in)
-            sums = _row_by_row(x.flatten(), self.values, terms, self.term_block)
-            return sums.view(num, num_rows, num_out)
-        return _by_tiles(x, self.values, self.is_large)
+        if not self._is_few(num_rows):
+            return _by_tiles(x, self.values, self.is_large)
+        terms = _terms(num, num_rows, num_in, x.device)
+        sums = self._row_by_row(x.expand(num, num_rows, num_in), terms)
+        return sums.view(num, num_rows, num_out)
+
+    def one(self, x: Tensor) -> Tensor:
+        """The product with the only matrix: x ``[n, a] -> [n, b]``."""
+        if not self._is_few(x.shape[0]):
+            return _by_tiles(x, self.values, self.is_large)[0]
+        return self._row_by_row(x, _terms(1, x.shape[0], x.shape[1], x.device))
 
     def each(self, x: Tensor, which: Tensor) -> Tensor:
         """Row i times matrix ``which[i]``: x ``[r, a]``, which int64 ``[r]`` -> ``[r, b]``."""
-        num_in = self.values.shape[1]
         if not self.term_block:
             return _by_tiles(x[:, None], self.values.index_select(0, which), False)[:, 0]
-        terms = _terms(len(self), 1, num_in, x.device).view(-1, num_in).index_select(0, which)
-        return _row_by_row(x.flatten(), self.values, terms.flatten(), self.term_block)
+        num, num_in, _ = self.values.shape
+        terms = _terms(num, 1, num_in, x.device).view(num, num_in).index_select(0, which)
+        return self._row_by_row(x, terms.view(-1))
+
+    def _is_few(self, num_rows: int) -> bool:
+        return num_rows <= FEW and self.term_block > 0
+
+    def _row_by_row(self, x: Tensor, terms: Tensor) -> Tensor:
+        """Row i of the result ``[r, b]`` is the sum of the rows ``terms[i * a:(i + 1) * a]`` of all
+        matrices, times the `x` beside them: x and terms of ``r * a`` values."""
+        num_in, num_out = self.values.shape[1:]
+        num_rows, num_blocks = terms.shape[0] // num_in, -(-num_in // self.term_block)
+        begins = _begins(num_rows, num_in, self.term_block, x.device)
+        sums = row_sums(self._rows, terms, begins, x.reshape(-1))
+        return sums if num_blocks == 1 else add_in_order(sums.view(num_rows, num_blocks, num_out))
 
 
 def pad_to(x: Tensor, multiple: int, *, dim: int = 0) -> Tensor:
@@ -115,16 +141,6 @@ def _cuts(num_rows: int, is_large: bool) -> Iterator[slice]:
         start += size
 
 
-def _row_by_row(x: Tensor, values: Tensor, terms: Tensor, term_block: int) -> Tensor:
-    """Row i of the result ``[r, b]`` is the sum of the rows ``terms[i * a:(i + 1) * a]`` of all
-    matrices, times the `x` beside them: x and terms ``[r * a]``."""
-    num_in, num_out = values.shape[1:]
-    num_rows, num_blocks = x.shape[0] // num_in, -(-num_in // term_block)
-    begins = _begins(num_rows, num_in, term_block, x.device)
-    sums = row_sums(values.view(-1, num_out), terms, begins, x)
-    return sums if num_blocks == 1 else add_in_order(sums.view(num_rows, num_blocks, num_out))
-
-
 def row_sums(table: Tensor, rows: Tensor, begins: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of rows of a table ``[t, d]``, added one after the other: sum i is of
     ``rows[begins[i]:begins[i + 1]]``, int64 ``[k]``, with the weights beside them."""
@@ -155,8 +171,9 @@ def _same_bits(
     values = torch.randn(1, num_in, num_out, generator=generator, dtype=dtype).to(device)
     tiles = _by_tiles(x, values, False)
     is_large = torch.equal(tiles, torch.bmm(x, values))
-    few, terms = x[0, :ROW_TILE].flatten(), _terms(1, ROW_TILE, num_in, device)
+    terms = _terms(1, ROW_TILE, num_in, device)
     for block in (num_in, *range(16, min(num_in, 512), 16)):
-        if torch.equal(tiles[0, :ROW_TILE], _row_by_row(few, values, terms, block)):
+        sums = Matrices(values, block, is_large)._row_by_row(x[0, :ROW_TILE], terms)
+        if torch.equal(tiles[0, :ROW_TILE], sums):
             return block, is_large
     return 0, is_large

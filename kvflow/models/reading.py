@@ -98,31 +98,32 @@ def attend(queries: Tensor, table: Tensor, groups: Sequence[Group], rank: int) -
     widest = max((group.size for group in groups), default=0)
     if len(table) < widest:  # a sparse row cannot name more columns than there are
         table = F.pad(table, (0, 0, 0, widest - len(table)))
+    heads = queries.transpose(0, 1)  # head by head, as they are computed and used
     if len(groups) == 1 and groups[0].is_ordered:
-        return _attend(queries, table, groups[0])[..., :rank]
-    out = queries.new_zeros(*queries.shape[:2], rank)
+        return _attend(heads, table, groups[0])[..., :rank].transpose(0, 1)
+    out = heads.new_zeros(*heads.shape[:2], rank)
     for group in groups:
-        sums = _attend(queries.index_select(0, group.queries), table, group)
-        out.index_copy_(0, group.queries, sums[..., :rank])
-    return out
+        sums = _attend(heads.index_select(1, group.queries), table, group)
+        out.index_copy_(1, group.queries, sums[..., :rank])
+    return out.transpose(0, 1)
 
 
 def _attend(queries: Tensor, table: Tensor, group: Group) -> Tensor:
-    """Of the queries of one group: ``[m, h, R + dr]``."""
-    num, num_heads, dim = queries.shape
+    """Of the queries of one group, ``[h, m, R + dr]`` as they are."""
+    num_heads, num, dim = queries.shape
     step = max(1, MAX_SCORES // (group.size * num_heads))
     parts = []
     for lo in range(0, num, step):
         part = slice(lo, min(lo + step, num))
-        mine = queries[part].reshape(-1, dim)
+        mine = queries[:, part].reshape(-1, dim)
         reads = group.reads(part, num_heads, table)
         scores = torch.sparse.sampled_addmm(reads.where, mine, table.t(), beta=0.0).values()
-        scores = scores.view(-1, num_heads, group.size)
+        scores = scores.view(num_heads, -1, group.size)
         if not group.is_full:
             scores.masked_fill_(group.unused[part], -torch.inf)
-        parts.append(row_sums(table, reads.rows, reads.begins, scores.softmax(-1).flatten()))
-    sums = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return sums.view(queries.shape)
+        sums = row_sums(table, reads.rows, reads.begins, scores.softmax(-1).view(-1))
+        parts.append(sums.view(num_heads, -1, dim))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 with warnings.catch_warnings():  # torch says once that sparse rows are young

@@ -34,8 +34,8 @@ class Fetch:
 
 @frozen(eq=False)
 class Reads:
-    """The rows of a table that some queries read, head by head: `rows` int64 ``[m * h * size]``,
-    those of one query and head from its place in `begins` on. `where`: the same as a sparse matrix
+    """The rows of a table that some queries read, head by head: `rows` int64 ``[h * m * size]``,
+    those of one head and query from its place in `begins` on. `where`: the same as a sparse matrix
     of zeros."""
 
     rows: Tensor
@@ -64,15 +64,15 @@ class Group:
 
     @cached_property
     def unused(self) -> Tensor:
-        """Which rows are not real: bool ``[m, 1, size]``."""
-        return torch.arange(self.size) >= self.counts[:, None, None]
+        """Which rows are not real: bool ``[m, size]``."""
+        return torch.arange(self.size) >= self.counts[:, None]
 
     def reads(self, part: slice, num_heads: int, table: Tensor) -> Reads:
         """What some of the queries read of a table of this shape."""
         key = part.start, part.stop, num_heads, table.shape[0], table.dtype
         if key not in self._reads:
             num = part.stop - part.start
-            rows = self.rows[part, None].expand(num, num_heads, self.size).flatten()
+            rows = self.rows[part].expand(num_heads, num, self.size).flatten()
             begins = torch.arange(0, rows.shape[0] + 1, self.size)
             zeros, shape = table.new_zeros(rows.shape), (num * num_heads, table.shape[0])
             where = torch.sparse_csr_tensor(begins, rows, zeros, shape, check_invariants=False)
@@ -203,27 +203,18 @@ class Selection:
 
 
 def group_size(count: int, topk: int) -> int:
-    """Rows a query with `count` selected positions is padded to: a power of two, or topk."""
-    return min(topk, max(SMALLEST_GROUP, 1 << max(count - 1, 0).bit_length()))
+    """Rows a query with `count` selected positions is padded to, at most topk: a multiple of a
+    quarter of the next power of two, so that few sizes waste little."""
+    step = max(SMALLEST_GROUP, (1 << max(count - 1, 0).bit_length()) // 4)
+    return min(topk, -(-max(count, 1) // step) * step)
 
 
 def group_sizes(counts: Ints, topk: int) -> Ints:
     """`group_size` of each count."""
     exponents = np.frexp(np.maximum(counts - 1, 0))[1].astype(np.int64)
-    sizes: Ints = np.minimum(topk, np.maximum(SMALLEST_GROUP, np.int64(1) << exponents))
+    steps = np.maximum(SMALLEST_GROUP, (np.int64(1) << exponents) // 4)
+    sizes: Ints = np.minimum(topk, -(-np.maximum(counts, 1) // steps) * steps)
     return sizes
-
-
-def grouped(rows: Tensor, counts: Tensor, topk: int) -> tuple[Group, ...]:
-    """Queries by the size they are padded to: `rows` int64 ``[n, widest group]`` index rows, the
-    first ``counts[i]`` of each are real. Asks the host for the counts."""
-    host = counts.cpu().numpy()
-    sizes = group_sizes(host, topk)
-    groups = []
-    for size in np.unique(sizes).tolist():
-        queries = torch.from_numpy(np.flatnonzero(sizes == size))
-        groups.append(Group(queries, rows[queries, :size], counts[queries]))
-    return tuple(groups)
 
 
 def _group(shape: Shape, parts: Sequence[Part], rows: Tensor) -> Group:

@@ -120,12 +120,12 @@ class HiSparseShard:
         """Attention of queries that find all their rows here: ``[m, h, R]``, bit by bit that of
         `kvflow.models.reading`."""
         record = self.memory.layout.spec[component].record
-        out = queries.new_zeros(*queries.shape[:2], latent_rank(record))
+        rank = latent_rank(record)
+        out = queries.new_zeros(*queries.shape[:2], rank)
         reads = self._reads(component, which, alone=True)
         for part, groups in zip(reads.parts, reads.groups, strict=True):
             table = decode_latent(record, self._fetched(component, reads, part), queries.dtype)
-            for group in groups:
-                attend(queries, table, group, out)
+            out[part.queries] = attend(queries, table, groups, rank)[part.queries]
         reads.unread.discard(component)
         return out
 
