@@ -37,6 +37,7 @@ from kvflow.layouts.wire import layout_to_wire
 from kvflow.router.config import Load
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.local import LocalEndpoint
+from kvflow.transfers.executors.nixl import NixlEndpoint, settle_environment
 from kvflow.transfers.planner import plan_transfer
 
 
@@ -327,6 +328,22 @@ def requests(turn):
     return [request(f"{turn}.{i}", IDS[i : i + n], greedy(6)) for i, n in enumerate(lengths)]
 
 
+class Hasty(NixlEndpoint):
+    """Some transfers have no time: their deadline has passed when they have begun, and what the
+    transport was given arrives late."""
+
+    dice = random.Random(7)
+
+    def _transfer(self, stage, bound, rank, peers, timeout, verify, strategy):
+        late = self.dice.random() < 0.5
+        timeout = self.dice.choice([0.0003, 0.001, 0.002]) if late else timeout
+        return super()._transfer(stage, bound, rank, peers, timeout, verify, strategy)
+
+
+def hasty(cache, fabric):
+    return Hasty(cache, bytes(range(32)), staging_nbytes=1 << 16)
+
+
 def all_back(deployment):
     """Whether no decode engine holds blocks, of any group, nor a loan runs."""
     held = ("used_blocks.", "pinned_blocks.", "quarantined_blocks.")
@@ -351,10 +368,22 @@ def test_tokens_stay_right_whatever_fails(shape, transfer, turns):
     def plan(bound):
         return dice.randrange(12) if dice.random() < 0.4 else -1
 
+    play(shape, transfer, turns, unsteady(plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+@pytest.mark.parametrize("shape", ["alone", "hisparse"])
+def test_tokens_stay_right_whatever_comes_late_over_nixl(shape, transfer):
+    settle_environment()
+    play(shape, transfer, 3, hasty)
+
+
+def play(shape, transfer, turns, endpoint):
     start = launch(pcp=2, dcp=2, max_num_batched_tokens=16, transfer=transfer, **SHAPES[shape])
 
     async def run():
-        async with world(start, endpoint=unsteady(plan)) as deployment:
+        async with world(start, endpoint=endpoint) as deployment:
             for turn in range(turns):
                 batch = requests(turn)
                 tokens = await asyncio.wait_for(serve_all(deployment, batch), 100)
