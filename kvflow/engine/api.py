@@ -240,7 +240,10 @@ class Metric:
 
 
 class EngineClient(Protocol):
-    """An engine, whole, from outside. All calls are made from one event loop."""
+    """An engine, whole, from outside. All calls are made from one event loop.
+
+    An engine that reuses prefixes may also say what its caches hold: it then has `kv_events`, the
+    one method of `kvflow.server.events.SaysKVEvents`. Without it a server has no `/kv_events`."""
 
     @property
     def max_model_len(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from attrs import define
+from msgspec.structs import replace
 
 from kvflow.engine.api import Request
 from kvflow.engine.front.options import FrontOptions
@@ -12,6 +13,9 @@ from kvflow.router.config import EngineInfo, Load, Role
 from kvflow.router.events import KVEvents
 from kvflow.router.log import ChainScheme, KVEventLog
 from kvflow.router.policy import Route, Router
+
+_NOT_RUNNING = ("waiting", "pulling", "restoring", "preempted")
+"""Phases of a decode engine's requests that run next."""
 
 
 @define(eq=False)
@@ -62,8 +66,11 @@ class Routing:
             self.log.on_events(engine, events)
 
     def _on_load(self, engine: str, load: Load) -> None:
+        """The log's tokens are of the engines that its `max_kv_tokens` is of: those that decode."""
         self.router.on_load(engine, load)
         if self.log is not None:
+            if self.router.account(engine).info.role == "prefill":
+                load = replace(load, kv_tokens_used=0)
             self.log.on_load(engine, load)
 
     def prefill_changed(self, engine: PrefillEngine) -> None:
@@ -75,7 +82,7 @@ class Routing:
     def decode_changed(self, engine: str, gauges: Mapping[str, float]) -> None:
         """A decode engine has reported."""
         if "kv_tokens" in gauges:
-            waiting = int(gauges["waiting"] + gauges["preempted"])
+            waiting = int(sum(gauges[phase] for phase in _NOT_RUNNING))
             load = Load(int(gauges["kv_tokens"]), int(gauges["running"]), waiting)
             self._on_load(engine, load)
 

@@ -11,6 +11,8 @@ from kvflow.engine.prefix.pool import State
 Numbers = Mapping[str, Mapping[str, float]]
 """By rank, then by name."""
 
+_WHOSE = "each prefill rank and each decode engine; a name that ends with no unit counts itself."
+
 
 def engine_metrics(
     outcomes: Mapping[str, int],
@@ -23,8 +25,8 @@ def engine_metrics(
     return [
         _total("kvflow_engine_requests", "Requests by outcome.", requests),
         *_joined({engine.name: prefill_metrics(engine) for engine in prefills}),
-        Metric("kvflow_rank", "Gauges of each rank.", "gauge", _by_rank(gauges)),
-        Metric("kvflow_rank_total", "Counters of each rank.", "counter", _by_rank(counters)),
+        Metric("kvflow_rank", f"Gauges of {_WHOSE}", "gauge", _by_rank(gauges)),
+        Metric("kvflow_rank_total", f"Counters of {_WHOSE}", "counter", _by_rank(counters)),
     ]
 
 

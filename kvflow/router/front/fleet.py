@@ -64,11 +64,12 @@ NO_CHAIN = Chained(None, ())
 
 @define(eq=False)
 class Member:
-    """A server. `trouble` is why it is not in the rotation, None when it is. `scheme` None: it says
-    no KV events."""
+    """A server. `trouble` is why it is not in the rotation, None when it is; `num_entered` how
+    often it came in. `scheme` None: it says no KV events."""
 
     address: Address
     trouble: str | None = "it was not asked yet"
+    num_entered: int = 0
     max_model_len: int = 0
     max_kv_tokens: int = _UNKNOWN
     scheme: ChainScheme | None = None
@@ -195,6 +196,12 @@ class Fleet:
             for name, text, samples in said
         ]
 
+    def lost(self, name: str, entry: int, why: str) -> None:
+        """A call's connection broke: the server leaves, unless it came in anew since the call went
+        to it, when `num_entered` was `entry`."""
+        if self.members[name].num_entered == entry:
+            self.leave(name, why)
+
     def leave(self, name: str, why: str) -> None:
         """A server is out of the rotation, and nothing it held is known; it is asked again soon."""
         member = self.members[name]
@@ -225,6 +232,7 @@ class Fleet:
         self._agree(member)
         self.router.register(self._info(member))
         member.trouble = None
+        member.num_entered += 1
         _log.info("%s is in the rotation", member.name)
 
     def _info(self, member: Member) -> EngineInfo:

@@ -21,6 +21,7 @@ from kvflow.server.errors import ApiError, as_api_error
 from kvflow.server.generation import outcome_of, while_wanted
 from kvflow.server.metrics import Outcome
 
+_END = b"data: [DONE]\n\n"
 SERVER_HEADER = b"x-kvflow-server"
 
 _HOP_BY_HOP = frozenset(
@@ -100,6 +101,7 @@ class Relay:
         fleet, metrics, job = self.fleet, self.metrics, self.job
         route = fleet.route(job.request_id, job.chain, job.num_tokens)
         name, router = route.decode, fleet.router
+        entry = fleet.members[name].num_entered
         metrics.route.observe(time.monotonic() - self.read)
         metrics.prompt_tokens.add(job.num_tokens, name)
         metrics.hit_tokens.add(route.hit_tokens.get(name, 0), name)
@@ -116,7 +118,7 @@ class Relay:
             outcome = _outcome(answer.status)
         except ServerLost as error:
             outcome = "lost"
-            fleet.leave(name, str(error))
+            fleet.lost(name, entry, str(error))
             raise
         finally:
             router.ended(job.request_id)
@@ -158,8 +160,8 @@ class _Reply:
                 began()
                 await self._start(answer.status, kept)
             await self._body(piece, more=True)
-        if not self.started:
-            await self._start(answer.status, kept)
+        if not self._tail.endswith(_END):
+            raise ServerLost(f"{server} ended a stream without [DONE]")
         await self._body(b"", more=False)
 
     async def fail(self, error: ApiError) -> None:
@@ -169,14 +171,14 @@ class _Reply:
             response = error.response()
             await self._start(error.status, response.raw_headers)
             await self._body(bytes(response.body), more=False)
-        elif self._tail == b"\n\n":
+        elif self._tail.endswith(b"\n\n"):
             event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
-            await self._body(event + b"data: [DONE]\n\n", more=False)
+            await self._body(event + _END, more=False)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started, self.status = True, status
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _body(self, body: bytes, *, more: bool) -> None:
-        self._tail = (self._tail + body)[-2:]
+        self._tail = (self._tail + body)[-len(_END) :]
         await self.send({"type": "http.response.body", "body": body, "more_body": more})

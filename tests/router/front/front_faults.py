@@ -34,6 +34,7 @@ class RawServer:
     feed: bytes | None = None
     feeds: list = field(factory=list)
     num_posts: int = 0
+    writers: list = field(factory=list)
     url: str = ""
     _tasks: set = field(factory=set)
 
@@ -65,6 +66,7 @@ class RawServer:
             method, path, _ = head.split(" ", 2)
             if method == "POST":
                 self.num_posts += 1
+                self.writers.append(writer)
                 writer.write(self.answer)
             elif path == "/health":
                 writer.write(whole({"status": "ok"}))

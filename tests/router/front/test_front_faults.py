@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 
 import httpx
@@ -395,3 +396,112 @@ def test_silence_is_a_fault(tokenizer):
 def test_servers_are_checked(urls, message):
     with pytest.raises(KvflowError, match=message):
         Fleet("m", urls)
+
+
+DONE = chunk(b"data: [DONE]\n\n")
+
+
+async def _streamed(client):
+    """All that a client gets of a stream, and whether the connection ended in order."""
+    text = b""
+    body = {"prompt": "a", "stream": True}
+    with contextlib.suppress(httpx.RemoteProtocolError):
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for piece in response.aiter_bytes():
+                text += piece
+            return text, True
+    return text, False
+
+
+def test_a_stream_that_ends_in_order_but_without_its_end_is_an_error(tokenizer):
+    async def scenario(fleet, client):
+        return await _streamed(client)
+
+    server = RawServer("raw", EVENTS + FIRST + b"0\r\n\r\n")
+    text, ended = asyncio.run(_raw(tokenizer, [server], scenario))
+    assert ended
+    assert b'"server_lost"' in text
+    assert text.endswith(b"data: [DONE]\n\n")
+
+
+def test_events_pass_however_they_are_cut(tokenizer):
+    events = b'data: {"n": 1}\n\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
+    cuts = {"one": [events], "each byte": [events[i : i + 1] for i in range(len(events))]}
+
+    async def scenario(fleet, client):
+        return await _streamed(client)
+
+    for pieces in cuts.values():
+        answer = EVENTS + b"".join(map(chunk, pieces)) + b"0\r\n\r\n"
+        server = RawServer("raw", answer)
+        assert asyncio.run(_raw(tokenizer, [server], scenario)) == (events, True)
+
+
+def test_kv_events_are_read_however_they_are_cut(tokenizer):
+    said = [BEGIN, change(0, "CCCC", "held"), {"type": "snapshot_end", "seq": 6}]
+    said += [change(7, "BBBB"), change(8, "DDDD")]
+    text = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in said)
+    whole_text = chunk(text)
+    bytewise = b"".join(chunk(text[i : i + 1]) for i in range(len(text)))
+    servers = [RawServer("raw", GOOD, EVENTS + one) for one in (whole_text, bytewise)]
+
+    async def scenario(fleet, client):
+        await until(lambda: all(_held(fleet, one) == 3 for one in servers))
+
+    asyncio.run(_raw(tokenizer, servers, scenario))
+
+
+def _held(fleet, server):
+    return fleet.router.index.num_blocks(server.url, "device")
+
+
+def test_a_late_loss_does_not_take_out_a_server_that_came_back(tokenizer):
+    """A call that began before the server left ends in an error behind its return."""
+
+    async def scenario(fleet, client):
+        (member,) = fleet.members.values()
+        before = member.num_entered
+        fleet.leave(member.name, "gone")
+        await until(lambda: member.trouble is None)
+        fleet.lost(member.name, before, "the old connection broke")
+        still = member.trouble
+        fleet.lost(member.name, member.num_entered, "the new connection broke")
+        return still, member.trouble
+
+    server = RawServer("raw", GOOD)
+    still, then = asyncio.run(_raw(tokenizer, [server], scenario))
+    assert still is None
+    assert then == "the new connection broke"
+
+
+def test_nothing_is_gathered_for_a_client_that_does_not_read(tokenizer):
+    piece = chunk(b'data: "%s"\n\n' % (b"x" * 65_000))
+    server = RawServer("raw", EVENTS + piece * 1000 + DONE + b"0\r\n\r\n")
+
+    async def scenario(fleet, client):
+        body = {"prompt": "a", "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body):
+            await asyncio.sleep(0.3)
+            (writer,) = server.writers
+            return writer.transport.get_write_buffer_size()
+
+    left = asyncio.run(_raw(tokenizer, [server], scenario))
+    assert left > len(server.answer) / 2  # the front has not taken it
+
+
+def test_two_fronts_before_the_same_servers_hear_of_each_others_calls(tokenizer):
+    async def scenario(world):
+        await world.all_in()
+        urls = [server.url for server in world.servers]
+        fleet = Fleet(world.engines[0].model_name, urls, QUICK)
+        async with fleet.watched(), serve(make_front(fleet, tokenizer), port=0) as running:
+            await until(lambda: len(fleet.rotation) == 2)
+            home = world.server_of(await world.complete(prompt=PROMPT))
+            await until(lambda: fleet.router.index.num_blocks(urls[home], "device") == 6)
+            async with httpx.AsyncClient(base_url=running.url, timeout=20) as client:
+                body = {"prompt": PROMPT, "max_tokens": 2}
+                other = world.server_of(await client.post("/v1/completions", json=body))
+            return home, other
+
+    home, other = routed(tokenizer, scenario)
+    assert other == home
