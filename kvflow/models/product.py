@@ -7,7 +7,7 @@ matrices of that shape, to give the bits of the tiles. Matrices are kept ``[in, 
 contiguous, with `out` padded to whole lanes: other shapes select kernels that look at alignment.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -126,19 +126,17 @@ def _by_tiles(x: Tensor, values: Tensor, is_large: bool) -> Tensor:
     num, num_in, num_out = values.shape
     num_rows = x.shape[-2]
     x = pad_to(x.contiguous(), ROW_TILE, dim=-2)
-    x = x.expand(num, x.shape[-2], num_in)
-    out = x.new_empty(num, x.shape[1], num_out)
-    for rows in _cuts(x.shape[1], is_large):
-        torch.bmm(x[:, rows], values, out=out[:, rows])
+    padded = x.shape[-2]
+    x = x.expand(num, padded, num_in)
+    if padded == ROW_TILE:
+        return torch.bmm(x, values)[:, :num_rows]
+    out = x.new_empty(num, padded, num_out)
+    edge = padded - padded % LARGE_TILE if is_large else 0
+    for size, rows in ((LARGE_TILE, slice(0, edge)), (ROW_TILE, slice(edge, padded))):
+        for i in range(num if rows.start < rows.stop else 0):
+            tiles, into = x[i, rows].view(-1, size, num_in), out[i, rows].view(-1, size, num_out)
+            torch.bmm(tiles, values[i].expand(tiles.shape[0], num_in, num_out), out=into)
     return out[:, :num_rows]
-
-
-def _cuts(num_rows: int, is_large: bool) -> Iterator[slice]:
-    start = 0
-    while start < num_rows:
-        size = LARGE_TILE if is_large and num_rows - start >= LARGE_TILE else ROW_TILE
-        yield slice(start, start + size)
-        start += size
 
 
 def row_sums(table: Tensor, rows: Tensor, begins: Tensor, weights: Tensor) -> Tensor:

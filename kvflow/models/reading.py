@@ -101,7 +101,7 @@ def attend(queries: Tensor, table: Tensor, groups: Sequence[Group], rank: int) -
     heads = queries.transpose(0, 1)  # head by head, as they are computed and used
     if len(groups) == 1 and groups[0].is_ordered:
         return _attend(heads, table, groups[0])[..., :rank].transpose(0, 1)
-    out = heads.new_zeros(*heads.shape[:2], rank)
+    out = heads.new_empty(*heads.shape[:2], rank)
     for group in groups:
         sums = _attend(heads.index_select(1, group.queries), table, group)
         out.index_copy_(1, group.queries, sums[..., :rank])

@@ -8,6 +8,7 @@ follow from positions, which the host knows: only what has been chosen is device
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -171,26 +172,25 @@ class Selection:
     @cached_property
     def _read_plan(self) -> tuple[tuple[Fetch, ...], tuple[Group, ...]]:
         shape = self.shape or Shape(self.segments, self.topk)
-        fetches, groups, start = [], [], 0
+        fetches, start = [], 0
         begins: dict[int, int] = {}
         for i in sorted(shape.whole):
             fetches.append(Fetch(self.segments[i].request_idx, None))
             begins[i] = start
             start += self.segments[i].context_len
-        for part in shape.parts:
-            if part.segment_idx in begins:
-                rows = self._rows(part) + begins[part.segment_idx]
-                groups.append(_group(shape, (part,), rows))
-        direct = [part for part in shape.parts if part.segment_idx not in begins]
-        for size in sorted({part.size for part in direct}):
-            parts = [part for part in direct if part.size == size]
-            count = size * sum(len(part.within) for part in parts)
-            for part in parts:
+        groups = []
+        for size, parts in groupby(shape.parts, lambda part: part.size):
+            mine, rows = list(parts), []
+            for part in mine:
+                if part.segment_idx in begins:
+                    rows.append(self._rows(part) + begins[part.segment_idx])
+                    continue
                 request_idx = self.segments[part.segment_idx].request_idx
                 fetches.append(Fetch(request_idx, self._rows(part).flatten()))
-            rows = torch.arange(start, start + count).view(-1, size)
-            groups.append(_group(shape, parts, rows))
-            start += count
+                count = size * len(part.within)
+                rows.append(torch.arange(start, start + count).view(-1, size))
+                start += count
+            groups.append(_group(shape, mine, rows[0] if len(rows) == 1 else torch.cat(rows)))
         return tuple(fetches), tuple(groups)
 
     def _rows(self, part: Part) -> Tensor:
