@@ -85,6 +85,26 @@ def row(name: str, found: Report, exact: Report) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+LEVEL_HEAD = (
+    "| rule | worst window | above 1.3 | worst, one prompt alone | worst, levelled by a search "
+    "| above 1.3, levelled |\n" + "|---" * 6 + "|"
+)
+
+
+def level_row(name: str, found: Report) -> str:
+    """What its windows are, and what they could have been."""
+    own, levelled = ratios(found.computed), found.levelled
+    cells = (
+        name,
+        f"{own.max():.2f}",
+        f"{(own > TARGET).sum()} of {len(own)}",
+        f"{found.alone.max():.2f}",
+        f"{levelled.max():.2f}",
+        f"{(levelled > TARGET).sum()} of {len(own)}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--traces", type=Path, default=TRACES)
@@ -116,6 +136,9 @@ def main() -> None:
             with Pool(args.jobs, maxtasksperchild=1) as pool:
                 found = dict(pool.starmap(run, [(setting, rule) for rule in rules], chunksize=1))
             print("\n".join(row(rule, found[rule], found[EXACT]) for rule in rules), flush=True)
+            ours = [rule for rule in rules if rule.startswith("kvflow")]
+            rows = "\n".join(level_row(rule, found[rule]) for rule in ours)
+            print(f"\n{LEVEL_HEAD}\n{rows}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import frozen
 
+from .bounds import Search, one_prompt, work_of
 from .setting import Served
 from .world import World
 
 WINDOW = 60.0
+NUM_MOVES = 2000
 
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -18,7 +20,8 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 class Report:
     """Of the requests that came behind the warm-up: tokens of their prompts, and those that no
     engine computed. `computed` and `sent` are tokens by window and prefill engine: computed in it,
-    and of the requests that came in it."""
+    and of the requests that came in it. By window, `alone` is its largest prompt over the mean
+    engine's tokens, `levelled` the ratio that a search reaches which knows all that comes."""
 
     num_requests: int
     prompt_tokens: int
@@ -29,6 +32,8 @@ class Report:
     ttft: Array
     num_loans: int
     num_local: int
+    alone: Array
+    levelled: Array
 
     @property
     def hit_share(self) -> float:
@@ -53,6 +58,8 @@ def report(world: World) -> Report:
     prompts = sum(one.request.turn.num_tokens for one in served)
     names = [engine.name for engine in world.prefills]
     work = computed(world.served, names, start, s.seconds)
+    given, num = work_of(world.served, names), len(work)
+    search = Search(given, len(names), s.prefill_rate, start, num)
     return Report(
         len(served),
         prompts,
@@ -63,6 +70,8 @@ def report(world: World) -> Report:
         np.array([one.first_token - one.request.time for one in served]),
         sum(one.choice.prefill_lender is not None for one in served),
         sum(one.choice.prefill is None for one in served),
+        one_prompt(given, len(names), start, num),
+        search.run(NUM_MOVES),
     )
 
 

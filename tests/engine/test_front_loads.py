@@ -18,9 +18,7 @@ def routing():
 
 
 def prefill(load):
-    return SimpleNamespace(
-        name="prefill-0", load=lambda: load, kv=SimpleNamespace(changes=lambda: [])
-    )
+    return SimpleNamespace(name="prefill-0", load=lambda: load, kv=SimpleNamespace(changes=list))
 
 
 def gauges(**phases):

@@ -1,5 +1,6 @@
 """The simulated deployment that rules of routing are compared in, and a small run of it."""
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import prefix_granularity  # noqa: E402
+from router_sim.bounds import Search, Work, one_prompt  # noqa: E402
 from router_sim.caches import Tier, Tiers  # noqa: E402
 from router_sim.report import computed, report, sent  # noqa: E402
 from router_sim.rules import Kvflow, LeastLoaded, RoundRobin, SessionAffinity  # noqa: E402
@@ -172,3 +174,48 @@ def test_the_same_seed_gives_the_same_world(sessions):
     ]
     first, second = ([(s.request.name, s.choice, s.first_token) for s in w.served] for w in runs)
     assert first == second
+
+
+# --- what could have been
+
+
+def works(*given):
+    """(time, tokens, engine), each computed at once at 100 tokens per second."""
+    return [Work(t, n, e, t, t + n / 100) for t, n, e in given]
+
+
+def test_one_prompt_bounds_its_window_whoever_computes_the_rest():
+    work = works((0.0, 3000, 0), (1.0, 500, 1), (70.0, 1000, 1), (115.0, 1000, 0))
+    assert one_prompt(work, 2, 0.0, 3).tolist() == pytest.approx(
+        [3000 / 1750, 1000 / 750, 2.0]  # the last prompt lies half in each window
+    )
+
+
+def test_a_search_that_knows_what_comes_levels_what_can_be_levelled():
+    work = works((0.0, 2000, 0), (1.0, 2000, 0), (120.0, 1500, 1), (130.0, 10, 1))
+    search = Search(work, 2, 100.0, 0.0, 3)
+    assert search.ratios.tolist() == pytest.approx([2.0, 0.0, 2.0])
+    level = search.run(200)
+    assert level.tolist() == pytest.approx([1.0, 0.0, 1500 / 755])
+    assert (level >= one_prompt(work, 2, 0.0, 3) - 1e-9)[2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_is_never_below_the_best_of_all_choices(seed):
+    """Against every choice there is, each played out in steps of 10 tokens."""
+    draw = random.Random(seed)
+    sizes = (50, 900, 2500)
+    given = [(draw.randrange(110), draw.choice(sizes), draw.randrange(2)) for _ in range(6)]
+    work = works(*sorted(given))
+    best = np.inf
+    for homes in itertools.product((0, 1), repeat=len(work)):
+        tokens, free = np.zeros((2, 2)), [0, 0]
+        for one, home in zip(work, homes, strict=True):
+            begin = max(10 * one.time, free[home])
+            free[home] = begin + one.num_tokens // 10
+            for step in range(begin, min(free[home], 1200)):
+                tokens[step // 600, home] += 10
+        found = tokens.max(axis=1) / np.maximum(tokens.mean(axis=1), 1.0)
+        best = min(best, np.maximum(found - 1.3, 0).sum())
+    level = Search(work, 2, 100.0, 0.0, 2).run(400)
+    assert np.maximum(level - 1.3, 0).sum() == pytest.approx(best, abs=0.02)
