@@ -152,6 +152,8 @@ def _happened(deployment):
         counters = deployment.counters.get(rank, {})
         for name in ("preemptions", "reused_tokens", "local_prefills"):
             happened[name] += int(counters.get(name, 0))
+        for tier in ("host", "disk"):
+            happened["restored_tokens"] += int(counters.get(f"restored_{tier}_tokens", 0))
         parts = counters.get("transfer_parts", 0) - counters.get("transfers", 0)
         happened["streamed parts"] += int(parts)
         accepted = [n for k, n in counters.items() if k.endswith("spec_accepted_tokens")]

@@ -202,6 +202,32 @@ def test_others_go_on_while_units_are_read(make):
     world.settle()
 
 
+def test_an_older_request_waits_for_blocks_that_a_restoring_one_holds(make):
+    """It does not lose its own: once the younger one runs, that gives way."""
+    world = make()
+    world.tell(world.prefill("b", 9, 12, offset=5))
+    world.turn(lambda: world.sent(Generated, "b"))
+    admit, rows = world.local("a", 20, 4)
+    with held() as gate:
+        world.tell(admit)
+        world.turn(lambda: world.asked("a"))
+        world.answer("a", rows)
+        world.turn(lambda: world.pool.num_available == 0)
+        world.turns(20)
+        assert world.work("a").phase is Phase.RESTORING
+        assert world.work("b").phase is Phase.RUNNING
+        assert world.counters["preemptions"] == 0
+        gate.set()
+        world.turn(lambda: world.finished("b"))
+    assert world.counters["preemptions"] == 1
+    world.assert_right("b")
+    world.turn(lambda: len(world.asked("a")) == 2)
+    world.answer("a", rows)
+    world.turn(lambda: world.finished("a"))
+    world.assert_computed_here("a")
+    world.settle()
+
+
 def test_an_abort_before_the_answer_gives_the_units_back_at_once(make):
     world = make()
     admit, rows = world.local("a", 14, 4)

@@ -1,7 +1,9 @@
 """A router knows what files hold, from the moment their deployment has started."""
 
 import asyncio
+import threading
 from pathlib import Path
+from unittest import mock
 
 from engine_world import collect, config, greedy, one_rank_tokens, request, until, world
 from test_tier_engine import host_nbytes, settled
@@ -9,6 +11,7 @@ from test_tier_engine import host_nbytes, settled
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.router.config import EngineInfo, RouterConfig
 from kvflow.router.policy import Router
+from kvflow.transfers.executors.plain_files import PlainFiles
 
 PROMPT = tuple((11 * j + j * j) % 320 for j in range(40))
 ONE = request("a", PROMPT, greedy(2))
@@ -79,9 +82,21 @@ def test_the_router_is_told_what_came_to_files_and_went_behind_the_last_step(tmp
     """Files are written when no step runs any more. A reset deletes them."""
 
     async def run():
-        async with world(launch(tmp_path, prefill_engines=1)) as deployment:
-            await served(deployment)
+        gate, write = threading.Event(), PlainFiles.write
+
+        def late(files, *args):
+            assert gate.wait(20)
+            write(files, *args)
+
+        async with world(launch(tmp_path)) as deployment:
             router = deployment.routing.router
+            with mock.patch.object(PlainFiles, "write", late):
+                await collect(deployment, ONE)
+                await until(lambda: not deployment.journeys.live)
+                await asyncio.sleep(0.1)
+                assert router.index.num_blocks("prefill-0", "disk") == 0
+                gate.set()
+                await settled(deployment)
             assert router.index.num_blocks("prefill-0", "disk") == 10
             assert deployment.kv_events().num_blocks() == {"device": 10, "host": 10, "disk": 10}
             assert deployment.reset_prefix_cache()["disk"] == 10
