@@ -87,13 +87,15 @@ def row(name: str, found: Report, exact: Report) -> str:
 
 LEVEL_HEAD = (
     "| rule | worst window | above 1.3 | worst, one prompt alone | worst, levelled by a search "
-    "| above 1.3, levelled |\n" + "|---" * 6 + "|"
+    "| above 1.3, levelled | worst, heeding no cache | above 1.3, heeding no cache |\n"
+    + "|---" * 8
+    + "|"
 )
 
 
 def level_row(name: str, found: Report) -> str:
     """What its windows are, and what they could have been."""
-    own, levelled = ratios(found.computed), found.levelled
+    own, levelled, uncaring = ratios(found.computed), found.levelled, found.uncaring
     cells = (
         name,
         f"{own.max():.2f}",
@@ -101,6 +103,8 @@ def level_row(name: str, found: Report) -> str:
         f"{found.alone.max():.2f}",
         f"{levelled.max():.2f}",
         f"{(levelled > TARGET).sum()} of {len(own)}",
+        f"{uncaring.max():.2f}",
+        f"{(uncaring > TARGET).sum()} of {len(own)}",
     )
     return "| " + " | ".join(cells) + " |"
 

@@ -1,14 +1,15 @@
 """How level the windows of a run could have been, from what came when and nothing of who chose it.
 
-Prompts are given as they came, with the tokens that were computed of each. Two answers: what no
-choice of engines can better, and what a search finds that knows all that will come.
+Prompts are given as they came, with the tokens that were computed of each. Three answers: what no
+choice of engines can better, what a search finds that knows all that will come, and what comes of a
+rule that knows only what came and heeds no cache.
 """
 
 from collections.abc import Sequence
 from random import Random
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from .setting import Served
 
@@ -125,3 +126,28 @@ class Search:
             self._tokens[e] = self._run(e)
         if self._excess > before:
             self._homes[k], self._tokens = engine, kept
+
+
+def without_caches(work: Sequence[Work], num_engines: int, rate: float) -> list[Work]:
+    """Every prompt, when it comes, to the engine whose fullest window of those that hold that
+    moment would be least full, by whole seconds; engines compute as in `Search`. The moments of
+    computing are not said again."""
+    last = int(work[-1].time + sum(one.num_tokens for one in work) / rate) + 3 * int(WINDOW)
+    planned, free = np.zeros((num_engines, last)), np.zeros(num_engines)
+    ages = np.arange(0, int(WINDOW), 5)
+    found = []
+    for one in work:
+        now = int(one.time) + int(WINDOW)  # seconds are counted from a window before the first
+        summed = planned[:, now - int(WINDOW) : now + int(WINDOW)].cumsum(axis=1)
+        held = summed[:, int(WINDOW) - ages + int(WINDOW) - 1] - summed[:, int(WINDOW) - ages - 1]
+        begin = np.maximum(free, one.time)
+        left = one.time - ages + WINDOW - begin[:, None]
+        held += np.minimum(one.num_tokens, rate * np.maximum(left, 0.0))
+        home = int(held.max(axis=1).argmin())
+        end = begin[home] + one.num_tokens / rate
+        for second in range(int(begin[home]), int(end) + 1):
+            inside = min(end, second + 1) - max(begin[home], second)
+            planned[home, second + int(WINDOW)] += rate * inside
+        free[home] = end
+        found.append(evolve(one, engine=home))
+    return found

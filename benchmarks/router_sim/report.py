@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import frozen
 
-from .bounds import Search, one_prompt, work_of
+from .bounds import Search, one_prompt, without_caches, work_of
 from .setting import Served
 from .world import World
 
@@ -21,7 +21,8 @@ class Report:
     """Of the requests that came behind the warm-up: tokens of their prompts, and those that no
     engine computed. `computed` and `sent` are tokens by window and prefill engine: computed in it,
     and of the requests that came in it. By window, `alone` is its largest prompt over the mean
-    engine's tokens, `levelled` the ratio that a search reaches which knows all that comes."""
+    engine's tokens, `levelled` the ratio that a search reaches which knows all that comes,
+    `uncaring` that of a rule that knows what came and heeds no cache."""
 
     num_requests: int
     prompt_tokens: int
@@ -34,6 +35,7 @@ class Report:
     num_local: int
     alone: Array
     levelled: Array
+    uncaring: Array
 
     @property
     def hit_share(self) -> float:
@@ -59,7 +61,8 @@ def report(world: World) -> Report:
     names = [engine.name for engine in world.prefills]
     work = computed(world.served, names, start, s.seconds)
     given, num = work_of(world.served, names), len(work)
-    search = Search(given, len(names), s.prefill_rate, start, num)
+    measured = len(names), s.prefill_rate, start, num
+    search = Search(given, *measured)
     return Report(
         len(served),
         prompts,
@@ -72,6 +75,7 @@ def report(world: World) -> Report:
         sum(one.choice.prefill is None for one in served),
         one_prompt(given, len(names), start, num),
         search.run(NUM_MOVES),
+        Search(without_caches(given, len(names), s.prefill_rate), *measured).ratios,
     )
 
 

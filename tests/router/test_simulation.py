@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import prefix_granularity  # noqa: E402
-from router_sim.bounds import Search, Work, one_prompt  # noqa: E402
+from router_sim.bounds import Search, Work, one_prompt, without_caches  # noqa: E402
 from router_sim.caches import Tier, Tiers  # noqa: E402
 from router_sim.report import computed, report, sent  # noqa: E402
 from router_sim.rules import Kvflow, LeastLoaded, RoundRobin, SessionAffinity  # noqa: E402
@@ -219,3 +219,11 @@ def test_the_search_is_never_below_the_best_of_all_choices(seed):
         best = min(best, np.maximum(found - 1.3, 0).sum())
     level = Search(work, 2, 100.0, 0.0, 2).run(400)
     assert np.maximum(level - 1.3, 0).sum() == pytest.approx(best, abs=0.02)
+
+
+def test_a_rule_that_heeds_no_cache_looks_at_whole_windows():
+    """The third prompt: engine 0 is idle but had 3000 in this minute, engine 1 still computes."""
+    work = works((0.0, 3000, 1), (20.0, 2400, 1), (40.0, 1000, 1), (200.0, 10, 0))
+    homes = [one.engine for one in without_caches(work, 2, 100.0)]
+    assert homes == [0, 1, 1, 0]
+    assert Search(without_caches(work, 2, 100.0), 2, 100.0, 0.0, 1).ratios[0] < 1.2
