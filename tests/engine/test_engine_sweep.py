@@ -69,6 +69,7 @@ def check(aim, count):
     assert not missed, f"{happened['scenes']} scenes never reached {missed}: {happened}"
 
 
+@pytest.mark.timeout(900)  # minutes on a busy machine
 @pytest.mark.parametrize("aim", AIMS)
 def test_any_engines_equal_one_rank(aim):
     check(aim, CI[aim])
