@@ -134,29 +134,28 @@ class RangeCopy:
     def copy(self, src: Tensor, dst: Tensor) -> None:
         """Between uint8 vectors in host memory that share no byte. Touches nothing else of `dst`.
         Raises `LayoutError` before a byte moves for a range that leaves either."""
-        for _ in self.chunks(src, dst):
+        for _ in self.chunks(src.numpy(), dst.numpy()):
             pass
 
-    def chunks(self, src: Tensor, dst: Tensor) -> Iterator[None]:
+    def chunks(self, src: _Bytes, dst: _Bytes) -> Iterator[None]:
         """`copy` in steps of a cache's worth of bytes each: whoever moves from several sources to
         neighbouring places takes turns between them, while those places are in the cache."""
         for side, memory, (first, end) in (
             ("source", src, self.src_reach),
             ("target", dst, self.dst_reach),
         ):
-            if first < 0 or end > memory.numel():
+            if first < 0 or end > memory.size:
                 raise LayoutError(
-                    f"ranges reach bytes [{first}, {end}) of a {side} of {memory.numel()} bytes"
+                    f"ranges reach bytes [{first}, {end}) of a {side} of {memory.size} bytes"
                 )
-        source, target = src.numpy(), dst.numpy()
         for filling in self.fillings:
-            filling.copy(source, target)
+            filling.copy(src, dst)
         if self.slices:
-            here, there = memoryview(source), memoryview(target)  # type: ignore[arg-type]
+            here, there = memoryview(src), memoryview(dst)  # type: ignore[arg-type]
             for a, b in self.slices:
                 there[b] = here[a]
         for items in self.items:
-            yield from items.chunks(source, target)
+            yield from items.chunks(src, dst)
 
 
 def _fillings(ranges: Descriptors) -> tuple[tuple[_Filling, ...], "npt.NDArray[np.bool_]"]:

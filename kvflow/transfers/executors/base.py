@@ -6,6 +6,7 @@ and pulls bound plans from them.
 """
 
 from collections.abc import Container, Mapping
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvflow.errors import LayoutError, PlanError
 from kvflow.kernels.pages import PageView
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.memory import MemoryOrder
+from kvflow.layouts.record import Record
 from kvflow.transfers.lower import BoundPlan, PageGeometry
 
 
@@ -153,11 +155,17 @@ def check_pages(
             f"{component} has pages of {view.block_size} in the cache of {whose}, the layout's "
             f"have {size}"
         )
-    if view.record != (record := binding.layout.local_record(component, rank)):
+    if view.record != (record := _records(binding.layout, rank).get(component)):
         raise PlanError(
             f"{component} has records {view.record} in the cache of {whose}, the layout's are "
             f"{record}"
         )
+
+
+@lru_cache(64)
+def _records(layout: KVLayout, rank: int) -> Mapping[str, Record]:
+    """What a rank stores, by component."""
+    return {name: layout.local_record(name, rank) for name in layout.components_of(rank)}
 
 
 class Executor(Protocol):

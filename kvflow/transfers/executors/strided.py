@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product, zip_longest
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from kvflow.errors import PlanError
 from kvflow.kernels.pages import PageView
@@ -123,8 +123,9 @@ def _move_ranges(links: Sequence[Link], names: Sequence[str], dst: Pages) -> Non
     for ranges in zip_longest(*lowered):
         prepared = [None if r is None else RangeCopy.of(r) for r in ranges]
         for name in names:
+            target = _from_first_page(dst[name])
             turns = [
-                copy.chunks(_from_first_page(src[name]), _from_first_page(dst[name]))
+                copy.chunks(_from_first_page(src[name]), target)
                 for copy, (_, src) in zip(prepared, links, strict=True)
                 if copy is not None
             ]
@@ -132,8 +133,8 @@ def _move_ranges(links: Sequence[Link], names: Sequence[str], dst: Pages) -> Non
                 pass
 
 
-def _from_first_page(view: PageView) -> Tensor:
-    return view.memory[view.offset :] if view.offset else view.memory
+def _from_first_page(view: PageView) -> "npt.NDArray[np.uint8]":
+    return view.memory.numpy()[view.offset :]
 
 
 def _ranges(
