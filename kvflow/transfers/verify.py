@@ -116,12 +116,13 @@ def _holder(side: str, layout: KVLayout, part: PlanPart) -> Placement:
         for shard in layout.head_shards(c)
         if shard.heads[0] <= start < stop <= shard.heads[1]
     ]
-    if len(shards) != len(part.components) or len(set(shards)) != 1:
+    found = set(shards)
+    if len(shards) != len(part.components) or len(found) != 1:
         raise PlanError(
             f"heads [{part.heads[0]}, {part.heads[1]}) of {list(part.components)} have no one "
             f"placement at the {side} {layout}"
         )
-    return shards[0].placement
+    return found.pop().placement
 
 
 def _verify_group(side: str, layout: KVLayout, group: str, part: PlanPart) -> None:
