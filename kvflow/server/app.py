@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from attrs import define, evolve, frozen
 from starlette.applications import Starlette
@@ -17,24 +16,18 @@ from kvflow.server.events import EventFeed, log_metrics, log_of
 from kvflow.server.fields import Fields, is_int, read_object, refuse
 from kvflow.server.generation import Generation, outcome_of
 from kvflow.server.metrics import CONTENT_TYPE, ServerMetrics, exposition
+from kvflow.server.models import ModelList
 from kvflow.server.protocol import (
-    Call,
+    READERS,
     Endpoint,
     Model,
     chat_text,
     check_model,
-    read_chat,
-    read_completion,
 )
 from kvflow.server.routes import application
 from kvflow.server.tokenizer import TextTokenizer
 
 REPORT_HEADER = "x-kvflow-report"
-
-_READERS: dict[Endpoint, Callable[[Fields, Model], Call]] = {
-    "completions": read_completion,
-    "chat": read_chat,
-}
 
 
 @frozen
@@ -55,12 +48,13 @@ def make_app(
     config = config or ServerConfig()
     model = Model(engine.model_name, engine.max_model_len, tokenizer, config.max_choices)
     stopping = asyncio.Event()
-    front = _Front(engine, model, config, ServerMetrics(), stopping, int(time.time()))
+    front = _Front(engine, model, config, ServerMetrics(), stopping)
+    models = ModelList(model.name, lambda: model.max_model_len)
     answers = {
         "/v1/completions": front.completions,
         "/v1/chat/completions": front.chat,
-        "/v1/models": front.models,
-        "/v1/models/{name:path}": front.one_model,
+        "/v1/models": models.every,
+        "/v1/models/{name:path}": models.one,
         "/health": front.health,
         "/metrics": front.show_metrics,
         "/tokenize": front.tokenize,
@@ -104,7 +98,6 @@ class _Front:
     config: ServerConfig
     own_metrics: ServerMetrics
     stopping: asyncio.Event
-    created: int
 
     async def completions(self, request: Request) -> ASGIApp:
         return await self._generate("completions", request)
@@ -117,7 +110,7 @@ class _Front:
         try:
             fields = await self._fields(request)
             # A long prompt takes the tokenizer a while, and other streams must go on.
-            call = await asyncio.to_thread(_READERS[endpoint], fields, self.model)
+            call = await asyncio.to_thread(READERS[endpoint], fields, self.model)
         except ClientDisconnect:
             self.own_metrics.requests.add(1, endpoint, "aborted")
             return Response(status_code=400)
@@ -136,22 +129,6 @@ class _Front:
         fields = await asyncio.to_thread(read_object, body)
         check_model(fields, self.model.name)
         return fields
-
-    def _card(self) -> dict[str, object]:
-        return {
-            "id": self.model.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "kvflow",
-            "max_model_len": self.model.max_model_len,
-        }
-
-    async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
-
-    async def one_model(self, request: Request) -> Response:
-        check_model(Fields({"model": request.path_params["name"]}), self.model.name)
-        return json_response(self._card())
 
     async def health(self, request: Request) -> Response:
         if not await self.engine.healthy():

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -107,6 +107,13 @@ def chat_text(fields: Fields, tokenizer: TextTokenizer) -> str:
         return tokenizer.render_chat(messages, given)
     except (TemplateError, TokenizerError) as error:
         raise bad_request("messages", str(error)) from error
+
+
+READERS: Mapping[Endpoint, Callable[[Fields, Model], Call]] = {
+    "completions": read_completion,
+    "chat": read_chat,
+}
+"""What reads the body of a call."""
 
 
 def check_model(fields: Fields, name: str) -> None:

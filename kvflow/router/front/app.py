@@ -16,17 +16,13 @@ from kvflow.router.front.metrics import FrontMetrics
 from kvflow.router.front.relay import Job, Relay, as_front_error
 from kvflow.server.app import ServerConfig, read_body
 from kvflow.server.errors import json_response
-from kvflow.server.fields import Fields, read_object
+from kvflow.server.fields import read_object
 from kvflow.server.generation import outcome_of
 from kvflow.server.metrics import CONTENT_TYPE, exposition
-from kvflow.server.protocol import Call, Model, check_model, read_chat, read_completion
+from kvflow.server.models import ModelList
+from kvflow.server.protocol import READERS, Endpoint, Model, check_model
 from kvflow.server.routes import application
 from kvflow.server.tokenizer import TextTokenizer
-
-_READERS: dict[str, Callable[[Fields, Model], Call]] = {
-    "completions": read_completion,
-    "chat": read_chat,
-}
 
 
 def make_front(
@@ -35,14 +31,13 @@ def make_front(
     """The ASGI application; it starts nothing. The fleet must be `watched` while it is served by
     `kvflow.server.serve`, and `tokenizer` be that of the servers' model."""
     stopping = asyncio.Event()
-    front = _Front(
-        fleet, tokenizer, config or ServerConfig(), fleet.metrics, stopping, int(time.time())
-    )
+    front = _Front(fleet, tokenizer, config or ServerConfig(), fleet.metrics, stopping)
+    models = ModelList(fleet.model, lambda: fleet.max_model_len)
     answers = {
         "/v1/completions": front.completions,
         "/v1/chat/completions": front.chat,
-        "/v1/models": front.models,
-        "/v1/models/{name:path}": front.one_model,
+        "/v1/models": models.every,
+        "/v1/models/{name:path}": models.one,
         "/health": front.health,
         "/metrics": front.show_metrics,
         "/tokenize": front.tokenize,
@@ -62,7 +57,6 @@ class _Front:
     config: ServerConfig
     metrics: FrontMetrics
     stopping: asyncio.Event
-    created: int
 
     async def completions(self, request: Request) -> ASGIApp:
         return await self._generate("completions", request)
@@ -74,7 +68,7 @@ class _Front:
         """`/tokenize` and `/detokenize`: any server answers, all have the same tokenizer."""
         return await self._relay(request, request.url.path.strip("/"), lambda body: (NO_CHAIN, 1))
 
-    async def _generate(self, endpoint: str, request: Request) -> ASGIApp:
+    async def _generate(self, endpoint: Endpoint, request: Request) -> ASGIApp:
         return await self._relay(request, endpoint, lambda body: self._understand(endpoint, body))
 
     async def _relay(
@@ -98,32 +92,16 @@ class _Front:
         job = Job(endpoint, name, path, headers, body, chain, num_tokens)
         return Relay(self.fleet, self.metrics, self.stopping, job, arrived, read)
 
-    def _understand(self, endpoint: str, body: bytes) -> tuple[Chained, int]:
+    def _understand(self, endpoint: Endpoint, body: bytes) -> tuple[Chained, int]:
         """The chain and the tokens of a call's longest prompt. What a server would refuse is
         refused here in the same words."""
         fleet = self.fleet
         fields = read_object(body)
         check_model(fields, fleet.model)
         model = Model(fleet.model, fleet.max_model_len, self.tokenizer, self.config.max_choices)
-        call = _READERS[endpoint](fields, model)
+        call = READERS[endpoint](fields, model)
         longest = max((choice.request for choice in call.choices), key=lambda one: len(one.prompt))
         return fleet.chain(longest.prompt, longest.cache_salt), len(longest.prompt)
-
-    def _card(self) -> dict[str, object]:
-        return {
-            "id": self.fleet.model,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "kvflow",
-            "max_model_len": self.fleet.max_model_len,
-        }
-
-    async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
-
-    async def one_model(self, request: Request) -> Response:
-        check_model(Fields({"model": request.path_params["name"]}), self.fleet.model)
-        return json_response(self._card())
 
     async def health(self, request: Request) -> Response:
         """200 while a server is in the rotation; says of each why it is not."""
