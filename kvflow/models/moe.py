@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvflow.comm import Comm, CommError
 from kvflow.models.config import GlmConfig
-from kvflow.models.ops import Linear, Mlp, gated
+from kvflow.models.ops import Linear, Mlp, each_element, gated
 from kvflow.models.product import ROW_TILE, Matrices, add_in_order
 from kvflow.models.weights import owned_experts
 
@@ -35,7 +35,8 @@ class Router:
         """x ``[n, hidden]`` -> expert ids int64 ``[n, k]``, ascending per token, and their weights
         ``[n, k]``. Ties go to the lower expert."""
         c = self.config
-        scores = torch.sigmoid(self.gate.matrix.one(x))[:, : self.gate.num_out]
+        every = each_element(torch.sigmoid_, self.gate.matrix.one(x).contiguous())
+        scores = every[:, : self.gate.num_out]
         choice = scores + self.bias
         if c.n_group > 1:
             choice = choice.masked_fill(~self._eligible(choice), -torch.inf)

@@ -1,6 +1,7 @@
 """Row-wise operations whose bits do not depend on what else is in the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,10 @@ from attrs import frozen
 from torch import Tensor
 
 from kvflow.models.product import LANE, Matrices, pad_to
+
+UNDIVIDED = 1 << 14
+"""Elements that torch does not divide between threads: it cuts where it likes, and functions treat
+what is left over of a vector differently. A multiple of `LANE`."""
 
 
 @frozen(eq=False)
@@ -89,4 +94,12 @@ class Mlp:
 def gated(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[..., gate | up]``."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate.contiguous()).mul_(up)
+    return each_element(partial(F.silu, inplace=True), gate.contiguous()).mul_(up)
+
+
+def each_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Changes every element of a contiguous `x`, whose last axis is whole lanes, by a function that
+    works in place; `x` itself. An element's bits depend on nothing but the element."""
+    for part in torch.split(x.view(-1), UNDIVIDED):
+        function(part)
+    return x

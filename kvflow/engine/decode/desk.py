@@ -272,9 +272,6 @@ class Desk:
         self._quarantine.take(work, self._end_of(work, place, None, f"transfer failed: {error}"))
         work.incoming = work.incoming.rest()
         work.admit = replace(work.admit, lender_tokens=0)
-        if not work.aborted and not self.kv.can_hold(work.max_len):
-            work.aborted = True
-            self.mailbox.send(RequestFailed(work.request_id, f"KV transfer failed: {error}"))
         if work.aborted:
             self._end_unread(work, None)
             return True

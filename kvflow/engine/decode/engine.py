@@ -172,7 +172,7 @@ class DecodeEngine:
                 self._take_turn(Turn(connect=[message]))
             case AttachTier():
                 self._take_turn(Turn(attach=[message]))
-                self._restoring.has_tiers = True
+                self._restoring.has_tiers = self.worker.restores.has_tiers
             case Units():
                 self._restoring.answered(message)
             case Admit():

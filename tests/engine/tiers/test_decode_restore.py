@@ -13,7 +13,9 @@ from prefix_world import reference_rows
 from test_tier_engine import host_nbytes
 
 from kvflow.engine.prefix.config import PrefixConfig
+from kvflow.engine.tiers.memory import UnitMemory
 from kvflow.engine.tiers.rows import UnitPort
+from kvflow.errors import TransferError
 from kvflow.kernels.rows import gather_rows
 from kvflow.layouts.layout import Binding
 from kvflow.router.config import Load
@@ -165,3 +167,34 @@ def test_what_only_files_know_comes_by_way_of_the_tier(tmp_path):
             assert counters(deployment)["restored_host_tokens"] == 0
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_blind", [1, 2])
+def test_ranks_that_may_not_map_a_tier_go_without_it(num_blind, monkeypatch, caplog):
+    """Of a group of two, one or both: what the other restores counts for nothing; nobody asks."""
+    attach, blind = UnitMemory.attach.__func__, []
+
+    def denied(cls, name, *args, writable=True):
+        if not writable and len(blind) < num_blind:
+            blind.append(name)
+            raise TransferError(f"the host tier {name} cannot be opened: denied")
+        return attach(cls, name, *args, writable=writable)
+
+    monkeypatch.setattr(UnitMemory, "attach", classmethod(denied))
+    first, other = request("a", words(1, 43), greedy(6)), request("b", words(2, 50), greedy(9))
+    again = request("c", (*words(1, 43)[:41], *words(3, 4)), greedy(6))
+
+    async def run():
+        async with world(launch(decode_dcp=2, decode_interleave=3)) as deployment:
+            await asked(deployment, first)
+            await asked(deployment, other)
+            deployment.routing.router.on_load("prefill-0", NO_ROOM)
+            await asked(deployment, again)
+            assert await deployment.healthy()
+            now = counters(deployment)
+            assert now["local_prefills"] == 1
+            assert now["restored_host_tokens"] == 0
+
+    asyncio.run(run())
+    assert len(blind) == num_blind
+    assert caplog.text.count("restores nothing from a host tier") == num_blind
