@@ -166,11 +166,14 @@ class _Reply:
 
     async def fail(self, error: ApiError) -> None:
         """Before the first byte an error response; between two events of a stream an error event;
-        within one nothing, so that the connection breaks and nobody takes the rest for whole."""
+        within one nothing, so that the connection breaks and nobody takes the rest for whole; and
+        behind the last one its end."""
         if not self.started:
             response = error.response()
             await self._start(error.status, response.raw_headers)
             await self._body(bytes(response.body), more=False)
+        elif self._tail.endswith(_END):
+            await self._body(b"", more=False)
         elif self._tail.endswith(b"\n\n"):
             event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
             await self._body(event + _END, more=False)

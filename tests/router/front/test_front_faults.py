@@ -424,6 +424,17 @@ def test_a_stream_that_ends_in_order_but_without_its_end_is_an_error(tokenizer):
     assert text.endswith(b"data: [DONE]\n\n")
 
 
+def test_a_connection_that_breaks_behind_the_end_of_a_stream_breaks_nothing(tokenizer):
+    async def scenario(fleet, client):
+        return await _streamed(client)
+
+    server = RawServer("raw", EVENTS + FIRST + DONE)
+    text, ended = asyncio.run(_raw(tokenizer, [server], scenario))
+    assert ended
+    assert b"error" not in text
+    assert text.count(b"data: [DONE]\n\n") == 1
+
+
 def test_events_pass_however_they_are_cut(tokenizer):
     events = b'data: {"n": 1}\n\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
     cuts = {"one": [events], "each byte": [events[i : i + 1] for i in range(len(events))]}
