@@ -62,7 +62,7 @@ async def serve_all(deployment, requests):
     return {r.request_id: [o.token for o in out] for r, out in zip(requests, outputs, strict=True)}
 
 
-async def until(holds, seconds=20.0):
+async def until(holds, seconds=60.0):
     """Waits until ``holds()``."""
     async with asyncio.timeout(seconds):
         while not holds():
