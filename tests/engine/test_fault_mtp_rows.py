@@ -4,7 +4,7 @@ import pytest
 from rank_group import Group, blocks_for, item
 from test_decode import World
 
-from kvflow.engine.messages import Generated, RequestFailed
+from kvflow.engine.messages import TransferEnded
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.local import LocalEndpoint
 
@@ -40,8 +40,8 @@ def test_fault_b05_rows_of_the_draft_layer_cross_chunk_borders(pcp, dcp, bounds)
 
 
 def test_fault_b09_a_transfer_without_one_component_fails_as_a_whole():
-    """A source rank cannot serve the MTP layer's rows: nothing of the request is decoded, and the
-    front is told. With all components the last prompt token is applied once."""
+    """A source rank cannot serve the rows of the MTP layer: nothing that came is used, the rows are
+    computed, and the front is told. With all components the last prompt token is applied once."""
     world = World()
     broken = world.group.caches[1]
     mtp = world.group.layout.spec.select(part="mtp")
@@ -51,9 +51,12 @@ def test_fault_b09_a_transfer_without_one_component_fails_as_a_whole():
     try:
         world.connect()
         world.tell(world.prefill("a", 13, 3))
-        world.turn(lambda: world.sent(RequestFailed, "a"))
-        world.turns(5)
-        assert world.sent(Generated, "a") == []
+        world.turn(lambda: world.finished("a"))
+        world.assert_right("a")
+        (ended,) = world.sent(TransferEnded, "a")
+        assert "transfer failed" in ended.error
+        assert world.engine.counters["recomputed_prompts"] == 1
+        assert world.engine.counters["reused_tokens"] == 0
         world.assert_idle()
     finally:
         world.engine.worker.close()

@@ -45,6 +45,7 @@ class Desk:
     asks_push: bool = False
     _requests: list[Decoding] = field(init=False, factory=list)
     _quarantine: Quarantine = field(init=False)
+    _without: list[tuple[Decoding, str, str]] = field(init=False, factory=list)
     _num_admitted: int = field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
@@ -228,7 +229,7 @@ class Desk:
         if all(answer.quiesced for answer in answers):
             for ended in self._quarantine.quiesced():
                 self.mailbox.send(ended)
-        return leaving
+        return leaving + self._given_up()
 
     def _settle(self, work: Decoding) -> bool:
         """A part is over on every rank. Whether the request is to leave."""
@@ -275,11 +276,26 @@ class Desk:
         if work.aborted:
             self._end_unread(work, None)
             return True
-        self.counters["failed_loans" if is_loan else "recomputed_prompts"] += 1
+        way = "failed_loans" if is_loan else "recomputed_prompts"
+        self._without.append((work, way, f"KV transfer failed: {error}"))
         if is_loan:
             work.phase = Phase.WAITING
         self._run_if_whole(work)
         return False
+
+    def _given_up(self) -> list[Decoding]:
+        """Counts those that have just lost their blocks. Who could not be held beside what may
+        still be written, nobody knows how long, is to leave."""
+        leaving, self._without, without = [], [], self._without
+        for work, way, error in without:
+            if self.kv.can_hold(work.max_len):
+                self.counters[way] += 1
+                continue
+            work.aborted = True
+            self.mailbox.send(RequestFailed(work.request_id, error))
+            self._end_unread(work, None)
+            leaving.append(work)
+        return leaving
 
     def _end_unread(self, work: Decoding, error: str | None) -> None:
         for place in work.incoming.unread():

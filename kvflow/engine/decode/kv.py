@@ -107,6 +107,15 @@ class DecodeKV:
         work.tables, work.trail, work.computed = {}, Trail(), 0
         return tables
 
+    def can_hold(self, length: int) -> bool:
+        """Whether the pools have blocks for `length` positions beside those in quarantine, once
+        all other requests have left."""
+        need = self.layout.num_blocks_for(length)
+        pools = self.pools
+        return all(
+            n <= pools[g].num_blocks - pools[g].count("quarantined") for g, n in need.items()
+        )
+
     def end_quarantine(self, tables: Tables) -> None:
         """No write can arrive any more: the blocks are free."""
         self.cache.free(tables, "quarantined")

@@ -1,6 +1,6 @@
 """Quarantine: what failed parts of transfers may still write and read."""
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from kvflow.engine.decode.kv import DecodeKV
 from kvflow.engine.decode.requests import Decoding
@@ -40,8 +40,8 @@ class Quarantine:
 
     def quiesced(self) -> list[TransferEnded]:
         """Nothing moves any more: the blocks are free. Returns what sources are told."""
-        over = [kept for kept in self._kept if not kept.needs_source]
-        self._kept = [kept for kept in self._kept if kept.needs_source]
-        for kept in over:
+        for kept in self._kept:
             self.kv.end_quarantine(kept.tables)
+        over = [kept for kept in self._kept if not kept.needs_source]
+        self._kept = [evolve(kept, tables={}) for kept in self._kept if kept.needs_source]
         return [kept.ended for kept in over]
