@@ -1,11 +1,12 @@
 """How close moves within one process come to the speed of memory.
 
-    python benchmarks/copies.py [--tokens N] [--rows N] [--layers L] [--rounds R]
+    python benchmarks/copies.py [--tokens N] [--rows N] [--layers L] [--rounds R] [--threads T ...]
 
 StridedExecutor between caches of one process, whose block tables are random permutations, and a
 random gather of 656-byte rows into a reused buffer. (DTensor: see gather_bytes.py.) All calls take
-turns on one thread, times are of the process (CPU). The last columns are medians over the rounds of
-the time of a copy of the same bytes in the same round, over the time of the call:
+turns, on one thread with times of the process (CPU), on several with times by the clock; the copies
+they are compared with have one thread in either case. The last columns are medians over the rounds
+of the time of a copy of the same bytes in the same round, over the time of the call:
 
 - copy: torch's `copy_` between two reused, touched buffers, as the caches are allocated;
 - memcpy: the C library's, which beyond 48 MiB or so bypasses the cache with streaming stores. No
@@ -13,6 +14,7 @@ the time of a copy of the same bytes in the same round, over the time of the cal
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +44,10 @@ class Copy:
         self.source, self.target = (torch.full((nbytes,), x, dtype=torch.uint8) for x in (1, 2))
 
     def copy(self) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         self.target.copy_(self.source)
+        torch.set_num_threads(threads)
 
     def memcpy(self) -> None:
         np.copyto(self.target.numpy(), self.source.numpy())
@@ -51,9 +56,8 @@ class Copy:
 def report(name: str, nbytes: int, calls: Calls, rounds: int) -> None:
     """One table: every call beside the copies of the same bytes."""
     copies = Copy(nbytes)
-    seconds = in_turns(
-        {"copy": copies.copy, "memcpy": copies.memcpy, **calls}, rounds, time.process_time
-    )
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    seconds = in_turns({"copy": copies.copy, "memcpy": copies.memcpy, **calls}, rounds, clock)
     print(f"\n{name}, {nbytes / MIB:.0f} MiB")
     print(f"{'':34} {'ms':>8} {'GB/s':>6} {'of copy':>8} {'of memcpy':>10}")
     for call, times in seconds.items():
@@ -128,13 +132,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1 << 17)
     parser.add_argument("--layers", type=int, default=26, help="main layers; the MTP one is extra")
     parser.add_argument("--rounds", type=int, default=7)
+    cores = os.cpu_count() or 1
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}))
     args = parser.parse_args()
-    if min(args.tokens, args.layers, args.rounds) < 1 or args.rows % BLOCK_SIZE or args.rows < 1:
+    if (
+        min(*args.threads, args.tokens, args.layers, args.rounds) < 1
+        or args.rows % BLOCK_SIZE
+        or args.rows < 1
+    ):
         parser.error(f"every number is at least 1, and --rows a multiple of {BLOCK_SIZE}")
-    torch.set_num_threads(1)
-    print(f"1 thread, median of {args.rounds} rounds, {load()}")
-    executor_table(args.tokens, args.layers, args.rounds)
-    row_table(args.rows, args.rounds)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        print(f"\n{threads} thread(s), medians of {args.rounds} rounds, {load()}")
+        executor_table(args.tokens, args.layers, args.rounds)
+        row_table(args.rows, args.rounds)
 
 
 if __name__ == "__main__":

@@ -103,8 +103,11 @@ def _is_row(stack: Stack, rows: Tensor) -> bool:
 
 def _row_ranges(pages: PageView, slots: Tensor, piece: Piece) -> Descriptors | None:
     """Stretches of slots as ranges (in the pages, in the packed rows); None if most are short."""
-    steps = np.diff(slots.numpy(), prepend=-2)
-    first = np.flatnonzero((steps != 1) | (in_page(slots, pages.block_size).numpy() == 0))
+    follows = slots[1:].numpy() == slots[:-1].numpy() + 1
+    if (len(slots) - np.count_nonzero(follows)) * LONG_RUN > len(slots):
+        return None
+    cut = np.append(True, ~follows) | (in_page(slots, pages.block_size).numpy() == 0)
+    first = np.flatnonzero(cut)
     if len(first) * LONG_RUN > len(slots):
         return None
     at = pages.byte_offsets(slots[torch.from_numpy(first)], piece).numpy()
@@ -117,8 +120,10 @@ def _select_rows(pages: PageView, slots: Tensor, piece: Piece, out: Tensor) -> N
     first = pages.offset + piece.offset
     count = (len(pages.memory) - first) // piece.nbytes
     rows = pages.memory[first : first + count * piece.nbytes].view(count, piece.nbytes)
-    at = pages.byte_offsets(slots, piece) - first
-    torch.index_select(rows, 0, at.div_(piece.nbytes, rounding_mode="floor"), out=out)
+    if pages.block_stride != pages.block_size * piece.nbytes:  # else rows are numbered as slots are
+        at = pages.byte_offsets(slots, piece) - first
+        slots = at.div_(piece.nbytes, rounding_mode="floor")
+    torch.index_select(rows, 0, slots, out=out)
 
 
 def _chunks(rows: Tensor, stack: Stack) -> list[slice]:

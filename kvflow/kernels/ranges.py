@@ -24,6 +24,8 @@ MANY = 8
 """Long ranges in a run, on average, from which on one call for the run is cheaper than slices."""
 CHUNK_NBYTES = 1 << 18
 """Bytes that numpy gathers before it places them."""
+CHUNK_ITEMS = 512
+"""At least so many, if they are short: for fewer numpy keeps other threads waiting."""
 
 _NATIVE = (1, 2, 4, 8)
 _Bytes = npt.NDArray[np.uint8]
@@ -62,7 +64,7 @@ class _Items:
     def chunks(self, src: _Bytes, dst: _Bytes) -> Iterator[None]:
         dtype = f"u{self.nbytes}" if self.nbytes in _NATIVE else f"V{self.nbytes}"
         here, there = self.src.items(src, dtype), self.dst.items(dst, dtype)
-        step = max(CHUNK_NBYTES // self.nbytes, 1)
+        step = max(CHUNK_NBYTES // self.nbytes, CHUNK_ITEMS if self.nbytes < 1024 else 1)
         for i in range(0, len(self.src.index), step):
             there[self.dst.index[i : i + step]] = here[self.src.index[i : i + step]]
             yield
@@ -96,11 +98,11 @@ class _Filling:
 
     def copy(self, src: _Bytes, dst: _Bytes) -> None:
         filled, other = (dst, src) if self.fills_target else (src, dst)
-        dtype, length = f"V{self.nbytes}", int(self.index.max()) + 1
-        run = np.ndarray(self.index.shape, dtype, filled, self.begin)
-        items = np.ndarray((length,), dtype, other, self.first)
+        shape = (int(self.index.max()) + 1, self.nbytes)
+        run = np.ndarray((len(self.index), self.nbytes), np.uint8, filled, self.begin)
+        items = np.ndarray(shape, np.uint8, other, self.first)
         if self.fills_target:
-            items.take(self.index, out=run, mode="clip")  # other modes copy `run` first
+            items.take(self.index, axis=0, out=run, mode="clip")  # other modes copy `run` first
         else:
             items[self.index] = run
 

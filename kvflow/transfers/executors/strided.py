@@ -1,11 +1,12 @@
 """The torch executor: lowers a link once for all components that look alike, then copies bytes.
 
 On a CPU a link is byte ranges: whole pages and long runs are slices, short rows indexed items. The
-links to one target take turns, for ranks that are interleaved write neighbouring rows. On a GPU one
-kernel moves rows from pages to pages.
+links to one target take turns, for ranks that are interleaved write neighbouring rows; components
+are dealt to as many threads as torch uses. On a GPU one kernel moves rows from pages to pages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, product, zip_longest
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvflow.errors import PlanError
+from kvflow.kernels.lanes import in_lanes
 from kvflow.kernels.pages import PageView
 from kvflow.kernels.ranges import RangeCopy
 from kvflow.kernels.rows import repack_rows
@@ -121,16 +123,21 @@ def _move_ranges(links: Sequence[Link], names: Sequence[str], dst: Pages) -> Non
         _ranges(runs, _geometry(src[names[0]]), _geometry(there), most) for runs, src in links
     ]
     for ranges in zip_longest(*lowered):
-        prepared = [None if r is None else RangeCopy.of(r) for r in ranges]
-        for name in names:
-            target = _from_first_page(dst[name])
-            turns = [
-                copy.chunks(_from_first_page(src[name]), target)
-                for copy, (_, src) in zip(prepared, links, strict=True)
-                if copy is not None
-            ]
-            for _ in zip_longest(*turns):
-                pass
+        prepared = [
+            (RangeCopy.of(part), src)
+            for part, (_, src) in zip(ranges, links, strict=True)
+            if part is not None
+        ]
+        nbytes = len(names) * sum(int(part.nbytes.sum()) for part in ranges if part is not None)
+        in_lanes([partial(_copy_component, prepared, name, dst) for name in names], nbytes)
+
+
+def _copy_component(prepared: Sequence[tuple[RangeCopy, Pages]], name: str, dst: Pages) -> None:
+    """One component, from all sources in turns."""
+    target = _from_first_page(dst[name])
+    turns = [copy.chunks(_from_first_page(src[name]), target) for copy, src in prepared]
+    for _ in zip_longest(*turns):
+        pass
 
 
 def _from_first_page(view: PageView) -> "npt.NDArray[np.uint8]":

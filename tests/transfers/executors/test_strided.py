@@ -2,11 +2,13 @@
 once, moves whole pages whole, and refuses a cache that does not fit before a byte moves."""
 
 import pytest
+import torch
 from attrs import evolve
 from hypothesis import given, settings
 from planning import bound, dcp, layout, whole
 
 from kvflow.errors import PlanError
+from kvflow.kernels import lanes
 from kvflow.kernels.ranges import RangeCopy
 from kvflow.layouts.layout import Binding
 from kvflow.layouts.mesh import Placement
@@ -84,6 +86,17 @@ def test_a_link_lowered_in_parts_moves_the_same(case: Case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strided, "MAX_RANGES", 3)
         check_law(StridedExecutor(), case.src, case.dst, case.tokens)
+
+
+@settings(max_examples=20)
+@given(case=cases(max_tokens=24))
+def test_components_moved_in_lanes_move_the_same(case: Case):
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "MIN_NBYTES", 0)
+        torch.set_num_threads(3)
+        check_law(StridedExecutor(), case.src, case.dst, case.tokens)
+    torch.set_num_threads(threads)
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_a_byte_moves():
