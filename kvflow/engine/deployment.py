@@ -198,8 +198,10 @@ class Deployment:
                 self.prefills[self._engine_of[name]].on_rows_pulled(message)
             case TransferEnded():
                 self.journeys.transfer_ended(name, message)
-            case Generated(request_id) | RequestFailed(request_id):
+            case Generated(request_id):
                 self.journeys.decoded_event(request_id, message)
+            case RequestFailed():
+                self._decode_failed(message)
             case AskLoan():
                 self.journeys.lend(name, message)
             case AskUnits() if self._tier_lender is not None:
@@ -221,6 +223,14 @@ class Deployment:
                 self.fail(f"rank {name!r} failed: {error}")
             case Ready():
                 raise KvflowError(f"rank {name!r} is ready a second time")
+
+    def _decode_failed(self, message: RequestFailed) -> None:
+        live = self.journeys.live.get(message.request_id)
+        if message.is_spoilt and live is not None and self._tier_lender is not None:
+            self._tier_lender.forget(live.work)
+            for engine in self.prefills.values():
+                self.routing.prefill_changed(engine)
+        self.journeys.decoded_event(message.request_id, message)
 
     def fail(self, why: str) -> None:
         """A rank is lost: every request ends with an error, and the engine is unhealthy."""

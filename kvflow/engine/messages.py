@@ -151,11 +151,12 @@ class Generated(Struct, frozen=True, tag=True):
 
 
 class RequestFailed(Struct, frozen=True, tag=True):
-    """From a decode rank: the request ended without a result; its blocks are free again."""
+    """From a decode rank: the request ended without a result; its blocks are free again.
+    `is_spoilt`: there is no telling whether the rows of its prompt are what they should be."""
 
     request_id: str
     error: str
-    overloaded: bool = False
+    is_spoilt: bool = False
 
 
 class Gauges(Struct, frozen=True, tag=True):

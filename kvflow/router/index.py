@@ -1,13 +1,16 @@
 """ResidencyIndex: which tier of which engine holds which chain block, as KV events tell it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 from attrs import define, field, frozen
 
 from kvflow.router.config import RouterError
 from kvflow.router.events import KVEvents, Stored
+
+Reader = TypeVar("Reader", bound=Hashable)
 
 
 @frozen
@@ -119,22 +122,31 @@ class ResidencyIndex:
         return self._hits(hashes, self._bits)
 
     def reach(self, hashes: Sequence[bytes]) -> dict[str, Hit]:
-        """As `hits`, of the engines that restore from others, with what these hold in slower
-        tiers."""
-        return self._hits(hashes, {name: self._reached(name) for name in self._restores_from})
+        """As `hits`, of the engines that restore from others, with what one of these holds in
+        slower tiers: the one that makes most of it, as units come from one engine."""
+        pairs = {
+            (name, other): self._reached(name, other)
+            for name, others in self._restores_from.items()
+            for other in (name, *others)
+            if other in self._bits
+        }
+        best: dict[str, Hit] = {}
+        for (name, _), hit in self._hits(hashes, pairs).items():
+            if name not in best or hit.num_blocks > best[name].num_blocks:
+                best[name] = hit
+        return best
 
-    def _reached(self, name: str) -> dict[str, int]:
-        """The holders that an engine reaches, by tier."""
-        bits = dict(self._bits[name])
-        others = [self._bits[one] for one in self._restores_from[name] if one in self._bits]
-        for tier in self.tiers[1:]:
-            for other in others:
-                bits[tier] |= other[tier]
-        return bits
+    def _reached(self, name: str, other: str) -> dict[str, int]:
+        """The holders that an engine reaches by way of another, by tier."""
+        slower = self._bits[other]
+        return {
+            tier: bit | (slower[tier] if tier != self.tiers[0] else 0)
+            for tier, bit in self._bits[name].items()
+        }
 
     def _hits(
-        self, hashes: Sequence[bytes], readers: Mapping[str, Mapping[str, int]]
-    ) -> dict[str, Hit]:
+        self, hashes: Sequence[bytes], readers: Mapping[Reader, Mapping[str, int]]
+    ) -> dict[Reader, Hit]:
         held = {name: dict.fromkeys(self.tiers, 0) for name in readers}
         alive = dict(readers)
         for holders, run in groupby(map(self._holders.get, hashes)):

@@ -273,6 +273,24 @@ def test_neither_the_lender_nor_the_prompts_engine_can_give_the_rows(borrowing):
     world.settle()
 
 
+def test_only_the_prompts_engine_is_kept_until_the_first_token(borrowing):
+    """Neither source can be read; the lender is told as soon as nothing can arrive any more."""
+    world = borrowing()
+    loan = world.borrow("a", 20, 16)
+    first = world.work("a").tokens.pop()
+    for source in world.sources:
+        source.close()
+    world.fail("a", loan)
+    world.turn(lambda: world.engine.counters["transfer_failures"] == 2)
+    world.let_go()
+    assert [end[:2] for end in world.ends("a")] == [("decode-1", [0])]
+    world.tell(Readable("a", 20, first))
+    world.turn(lambda: world.finished("a"))
+    world.assert_right("a")
+    assert [end[0] for end in world.ends("a")] == ["decode-1", "prefill-0"]
+    world.settle()
+
+
 def test_an_abort_behind_a_failed_loan_ends_both_sources(borrowing):
     world = borrowing(num_blocks=20)
     other = world.admit("b", 48, 4, offset=3)

@@ -270,7 +270,8 @@ class Desk:
         if work.num_generated:  # else what came before it may be worth nothing
             self.kv.publish(work, leaves=True)
         place = work.incoming.unread()[0]
-        self._quarantine.take(work, self._end_of(work, place, None, f"transfer failed: {error}"))
+        ended = self._end_of(work, place, None, f"transfer failed: {error}")
+        self._quarantine.take(work, ended, is_loan=is_loan)
         work.incoming = work.incoming.rest()
         work.admit = replace(work.admit, lender_tokens=0)
         if work.aborted:

@@ -296,7 +296,7 @@ class DecodeEngine:
             if reason is not None:
                 return
         if failed is not None:
-            self.mailbox.send(RequestFailed(work.request_id, failed))
+            self.mailbox.send(RequestFailed(work.request_id, failed, not work.num_generated))
             self.kv.forget(work)
             self._leave(work)
 

@@ -15,13 +15,13 @@ class _Kept:
     work: Decoding
     tables: Tables
     ended: TransferEnded
+    is_loan: bool
 
     @property
     def needs_source(self) -> bool:
         """Whether the source must stay although it is not read: a prefill engine whose reader goes
         computes no further, and the first token is still to come."""
-        work = self.work
-        return not (work.aborted or work.num_generated or work.incoming.sources)
+        return not (self.is_loan or self.work.aborted or self.work.num_generated)
 
 
 @define(eq=False)
@@ -34,9 +34,9 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, work: Decoding, ended: TransferEnded) -> None:
+    def take(self, work: Decoding, ended: TransferEnded, *, is_loan: bool) -> None:
         """The request goes on without its blocks."""
-        self._kept.append(_Kept(work, self.kv.quarantine(work), ended))
+        self._kept.append(_Kept(work, self.kv.quarantine(work), ended, is_loan))
 
     def quiesced(self) -> list[TransferEnded]:
         """Nothing moves any more: the blocks are free. Returns what sources are told."""

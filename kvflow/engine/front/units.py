@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from attrs import define, field
 
+from kvflow.engine.api import Request
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import AskUnits, Units, UnitsRead
 from kvflow.engine.prefix.hashes import PrefixHasher
@@ -47,6 +48,12 @@ class TierLender:
         """The units need not be kept any more."""
         if (tiers := self._lent.pop(message.request_id, None)) is not None:
             tiers.end_loan(message.request_id)
+
+    def forget(self, request: Request) -> None:
+        """No tier knows a block of a prompt any more: who has read them has failed."""
+        chain = self.hasher.chain(request.prompt, request.cache_salt)
+        for tiers in self.tiers:
+            tiers.forget(chain)
 
     async def close(self) -> None:
         """Nobody is answered any more."""

@@ -15,7 +15,7 @@ from test_tier_engine import host_nbytes
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.tiers.memory import UnitMemory
 from kvflow.engine.tiers.rows import UnitPort
-from kvflow.errors import TransferError
+from kvflow.errors import KvflowError, TransferError
 from kvflow.kernels.rows import gather_rows
 from kvflow.layouts.layout import Binding
 from kvflow.router.config import Load
@@ -198,3 +198,25 @@ def test_ranks_that_may_not_map_a_tier_go_without_it(num_blind, monkeypatch, cap
     asyncio.run(run())
     assert len(blind) == num_blind
     assert caplog.text.count("restores nothing from a host tier") == num_blind
+
+
+def test_units_of_which_a_request_fails_are_forgotten():
+    """Rows in the tier turn out to be no numbers: the prompt is not restored a second time."""
+    first, other = request("a", words(1, 43), greedy(6)), request("b", words(2, 50), greedy(9))
+    bad, again = (request(name, (*words(1, 43)[:41], *words(3, 4)), greedy(6)) for name in "cd")
+
+    async def run():
+        async with world(launch()) as deployment:
+            await asked(deployment, first)
+            await asked(deployment, other)
+            deployment.prefill.tiers.host.memory.units.fill_(255)
+            deployment.routing.router.on_load("prefill-0", NO_ROOM)
+            with pytest.raises(KvflowError, match="not finite"):
+                await collect(deployment, bad)
+            await idle(deployment)
+            assert counters(deployment)["restored_host_tokens"] > 0
+            engine = deployment.prefill
+            assert engine.tiers.match(engine.kv.of(bad).chain, 0, 40) is None
+            await asked(deployment, again)
+
+    asyncio.run(run())
