@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
-# Hypothesis: `quick` draws new examples each time, `ci` the same ones.
+# Hypothesis: `quick` draws new examples each time, `ci` the same ones, and a few less.
 PROFILE ?= quick
 
 .NOTPARALLEL:
