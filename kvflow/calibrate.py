@@ -7,11 +7,12 @@ from staged rows of two sizes, less the wire; the round trip is what a packed to
 than a direct one.
 """
 
+import contextlib
 import multiprocessing as mp
 import secrets
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvflow.layouts.values import integer
 from kvflow.transfers.cost import Costs, Rate, Strategy
 from kvflow.transfers.executors.base import RankCache
 from kvflow.transfers.executors.nixl import NixlEndpoint
+from kvflow.transfers.executors.nixl_agent import load_nixl
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.planner import plan_transfer
 from kvflow.transfers.predict import predict, total
@@ -134,6 +136,7 @@ def measure(tokens: int = 4096, rounds: int = 7) -> Costs:
     for what, value, low in (("tokens", tokens, 2 * BLOCK_SIZE), ("rounds", rounds, 1)):
         if integer(value, what) < low:
             raise LayoutError(f"{what} is {value}, must be at least {low}")
+    load_nixl()  # or both processes would have to say that there is none
     key, context = secrets.token_bytes(32), mp.get_context("spawn")
     workloads = [
         Workload(tokens, BLOCK_SIZE),
@@ -143,7 +146,28 @@ def measure(tokens: int = 4096, rounds: int = 7) -> Costs:
     here, there = context.Pipe()
     child = context.Process(target=_serve, args=(there, key, workloads), daemon=True)
     child.start()
-    targets = [_Target(w, key, e) for w, e in zip(workloads, here.recv(), strict=True)]
+    there.close()  # so that a source that dies is an end of file here
+    try:
+        return _measured(workloads, key, _exports(here), rounds)
+    finally:
+        with contextlib.suppress(OSError):
+            here.send("end")
+        child.join()
+        here.close()
+
+
+def _exports(pipe: Connection) -> list[list[bytes]]:
+    try:
+        exports: list[list[bytes]] = pipe.recv()
+    except EOFError:
+        raise TransferError("the source process has ended, what it printed says why") from None
+    return exports
+
+
+def _measured(
+    workloads: Sequence[Workload], key: bytes, exports: Sequence[list[bytes]], rounds: int
+) -> Costs:
+    targets = [_Target(w, key, e) for w, e in zip(workloads, exports, strict=True)]
     pages, rows, small = targets
     ways: dict[str, tuple[_Target, Strategy]] = {
         "pages": (pages, "pages"),
@@ -163,8 +187,6 @@ def measure(tokens: int = 4096, rounds: int = 7) -> Costs:
     costs = _fitted(methods, rounds, fit)
     for target in targets:
         target.endpoint.close()
-    here.send("end")
-    child.join()
     return costs
 
 

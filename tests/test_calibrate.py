@@ -1,5 +1,8 @@
 """`kvflow calibrate`: measured constants are lawful, a file is never overwritten by accident."""
 
+import multiprocessing as mp
+import os
+import sys
 import time
 from collections import Counter
 
@@ -91,3 +94,19 @@ def test_a_rate_is_never_negative() -> None:
     assert calibrate._rate((1000, 10, 1.0), (10, 1000, 0.001)).per_byte == 0
     with pytest.raises(TransferError, match="fit no costs"):
         calibrate._rate((1000, 10**6, -1.0), (10, 10**6, 0.0))
+
+
+def test_without_nixl_it_says_so_at_once(monkeypatch, capsys, tmp_path) -> None:
+    for package in ("nixl", "nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, f"{package}._api", None)
+    assert cli.main(["calibrate", str(tmp_path / "costs.json")]) == 2
+    assert "NIXL is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_source_process_that_dies_is_an_error(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(calibrate, "_serve", os._exit)  # a call that fails: it takes one argument
+    with pytest.raises(TransferError, match="the source process has ended"):
+        calibrate.measure(256, 1)
+    assert "TypeError" in capfd.readouterr().err
+    assert not mp.active_children()

@@ -47,7 +47,10 @@ class SlotRows:
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Stores packed rows uint8 ``[n, nbytes]``."""
         held = self._rows
-        if held is not None and rows.is_contiguous():
+        if held is not None:
+            # a single row counts as contiguous whatever its stride, which a view in words minds
+            packed = (rows.shape[1], 1) == rows.stride() and rows.data_ptr() % held.itemsize == 0
+            rows = rows if packed else rows.clone(memory_format=torch.contiguous_format)
             held.index_copy_(0, slots, rows.view(held.dtype))
             return
         if self._is_tiled:

@@ -62,8 +62,13 @@ def check_supported(fields: Fields, table: Mapping[str, tuple[Any, ...]]) -> Non
     """Raise 400 for the first field of `table` that asks for something."""
     for name, neutral in table.items():
         value = fields.get(name)
-        if value is None or value in neutral:
+        if value is None or any(_same(value, one) for one in neutral):
             continue
         allowed = " or ".join([repr(n) for n in neutral] + ["absent"])
         message = f"{name} is not supported: it is {shown(value)}, but must be {allowed}"
         raise bad_request(name, message, code="unsupported_parameter")
+
+
+def _same(value: object, neutral: object) -> bool:
+    """In JSON, where true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -72,6 +72,8 @@ class Claim:
     stop: int = field(converter=integer)
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.component, str):
+            raise PlanError(f"a claim is of component {self.component!r}, must be a name")
         _range((self.start, self.stop))
 
 

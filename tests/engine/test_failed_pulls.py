@@ -24,9 +24,11 @@ from kvflow.engine.decode.requests import Phase
 from kvflow.engine.messages import (
     Abort,
     AskLoan,
+    AskPush,
     Connect,
     Generated,
     Loaned,
+    Pushed,
     Readable,
     RequestFailed,
     Source,
@@ -288,6 +290,25 @@ def test_only_the_prompts_engine_is_kept_until_the_first_token(borrowing):
     world.turn(lambda: world.finished("a"))
     world.assert_right("a")
     assert [end[0] for end in world.ends("a")] == ["decode-1", "prefill-0"]
+    world.settle()
+
+
+@pytest.mark.parametrize("num_blocks", [13, 24])
+def test_an_abort_that_comes_with_a_failed_push_ends_the_request_once(borrowing, num_blocks):
+    """With 13 blocks there would be no room for it beside what is in quarantine."""
+    world = borrowing(push=True, num_blocks=num_blocks)
+    assert world.fail("b", world.borrow("b", 20, 16)) == 6
+    world.tell(Abort("b"))
+    world.turn(lambda: world.work("b") is None)
+    first = world.admit("a", 20, 12)
+    world.tell(Readable("a", 20, first))
+    world.turn(lambda: world.sent(AskPush, "a"))
+    world.tell(Pushed("a", None, "boom"), Abort("a"))
+    world.turn(lambda: world.work("a") is None)
+    world.turns(3)
+    assert world.sent(RequestFailed, "a") == []
+    assert world.engine.counters["recomputed_prompts"] == 0
+    world.let_go()
     world.settle()
 
 

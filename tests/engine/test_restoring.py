@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 from engine_world import one_rank_tokens
+from msgspec.structs import replace
 from test_decode import World
 
 from kvflow.engine.decode.requests import Phase
+from kvflow.engine.decode.turns import Crew
 from kvflow.engine.messages import (
     Abort,
     Admit,
@@ -20,6 +22,7 @@ from kvflow.engine.messages import (
     AttachTier,
     Gauges,
     Generated,
+    RequestFailed,
     UnitRows,
     Units,
     UnitsRead,
@@ -286,3 +289,27 @@ def test_a_preempted_request_is_restored_behind_what_is_left_of_it(make):
     assert world.counters["recomputed_tokens"] == lost - rows.stop
     assert world.sent(Generated, "b")[0].cached_tokens == 0
     world.settle()
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_who_fails_behind_restored_rows_says_that_they_are_spoilt(make, restores):
+    """A preempted request that has given tokens: without what was restored its prompt is right."""
+    world = make()
+    older = world.prefill("a", 12, 20)
+    younger, rows = world.stored("b", 13, 12, offset=5)
+    world.tell(older, younger)
+    world.turn(lambda: world.asked("b"))
+    turn = Crew.turn
+
+    def spoil(crew, said):
+        why = {item.request_id: "its logits are not finite" for item in said.items}
+        return [replace(a, sampled={}, failed=why) if why else a for a in turn(crew, said)]
+
+    world.memory.units.fill_(255)
+    world.answer("b", rows if restores else None)
+    with mock.patch.object(Crew, "turn", turn if restores else spoil):
+        world.turn(lambda: world.sent(RequestFailed, "b"))
+    (failure,) = world.sent(RequestFailed, "b")
+    assert "not finite" in failure.error
+    assert failure.is_spoilt == restores
+    assert world.sent(Generated, "b")

@@ -41,3 +41,15 @@ def test_same_bytes_as_the_checked_kernels(data) -> None:
     assert torch.equal(gather_rows(pages, slots), fresh)
     SlotRows(pages).write(slots, rows)
     assert torch.equal(memory, before)
+
+
+def test_rows_that_lie_apart_or_at_odd_bytes_are_written() -> None:
+    """A view of one row counts as contiguous whatever its stride."""
+    nbytes = RECORDS[0].nbytes
+    pages = PageView(torch.zeros(8 * nbytes, dtype=torch.uint8), RECORDS[0], 8, 8 * nbytes)
+    both = torch.randint(0, 256, (2, nbytes + 133), dtype=torch.uint8)
+    for slot, rows in enumerate((both[:1, :nbytes], both[1:, :nbytes], both[:1, 1 : nbytes + 1])):
+        SlotRows(pages).write(torch.tensor([slot]), rows)
+        assert torch.equal(gather_rows(pages, torch.tensor([slot])), rows)
+    SlotRows(pages).write(torch.tensor([6, 4]), both[:, 3 : nbytes + 3])
+    assert torch.equal(gather_rows(pages, torch.tensor([6, 4])), both[:, 3 : nbytes + 3])

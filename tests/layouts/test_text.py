@@ -248,6 +248,16 @@ def test_golden_values() -> None:
         ("dcp4 paged(4) gqa(4,8,8)/int3", "gqa(4,8,8)/int3", 15, "has dtype 'int3'"),
         ("dcp4 paged(4) bf16[t x]", "bf16[t x]", 15, "'x' in order"),
         ("dcp4 paged(4) bf16[t f e %0]", "0", 27, "a page multiple"),
+        ('dcp4 "a\\x":paged(4) bf16', '"a\\x"', 6, "a text in quotes as in JSON"),
+        ("dcp4 paged(4) {latent.0-65536:bf16}", "0-65536", 23, "at most 65536 layers"),
+        ("dcp4 a[latent.7+0-65535]:paged(4) tiny", "0-65535", 17, "these are 65537"),
+        ("dcp4 paged(4) gqa(65537,1,1)", "gqa(65537,1,1)", 15, "at most 65536 layers"),
+        (f"dcp{10**19} paged(4) tiny", f"{10**19}", 4, "at most 19 digits, got 20"),
+        (f"dcp4 paged(4) {{latent.{10**19}:bf16}}", f"{10**19}", 23, "at most 19 digits"),
+        (f"dcp4 paged(4) gqa({10**19},1,1)", f"{10**19}", 19, "at most 19 digits"),
+        (f"dcp4 paged(4) (a:uint8x{10**19})", f"{10**19}", 24, "at most 19 digits"),
+        (f"replicated({10**19}:) paged(4) tiny", f"{10**19}", 12, "at most 19 digits"),
+        (f"balanced(2,0:9,rotate=-{10**19}) paged(4) tiny", f"{10**19}", 24, "at most 19 digits"),
     ],
 )
 def test_errors_point_at_the_word(text: str, word: str, column: int, expected: str) -> None:

@@ -83,6 +83,9 @@ BAD_COMPLETIONS = [
     ({"echo": True, "logprobs": 1}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 2}, "best_of"),
+    ({"best_of": True}, "best_of"),
+    ({"min_tokens": False}, "min_tokens"),
+    ({"include_stop_str_in_output": 0}, "include_stop_str_in_output"),
 ]
 BAD_CHATS = [
     ({"messages": None}, "messages"),

@@ -20,6 +20,7 @@ from endpoint_worlds import (
 from hypothesis import Phase, given, settings
 
 from kvflow.errors import CapacityError, TransferError
+from kvflow.layouts.record import Record
 from kvflow.testing import Case, cases, check_law
 from kvflow.transfers.cost import DIRECT, STRATEGIES
 from kvflow.transfers.executors.base import RankCache
@@ -241,6 +242,30 @@ def test_a_cache_of_other_pages_than_planned_is_refused(nixl):
     peers = {r: receiver.connect(nixl(c).export()) for r, c in sources.items()}
     with pytest.raises(TransferError, match=r"pages of 8 x .* the plan says 16"):
         receiver.pull(bound, 0, peers, timeout=5)
+
+
+def test_a_cache_of_other_records_than_planned_is_refused():
+    """Pages of as many tokens and bytes, whose rows are arranged in another way."""
+    bound, make = pair(), WORLDS["local"]()
+    layout = bound.src.layout
+    other = evolve(layout, spec=rearranged(layout.spec))
+    peers, target = {}, target_cache(bound)
+    receiver = make(target)
+    for rank in range(4):
+        cache = RankCache.allocate(other, rank, bound.src.num_blocks, fill=1)
+        peers[rank] = receiver.connect(make(cache).export())
+    with pytest.raises(TransferError, match=r"has records .* the layout's are"):
+        receiver.pull(bound, 0, peers, timeout=5, verify=True)
+    assert untouched(target)
+
+
+def rearranged(spec):
+    """Planes for rows and rows for planes."""
+    components = []
+    for one in spec.components:
+        order = "row" if len(one.record.arrangement.planes) > 1 else "planar"
+        components.append(evolve(one, record=Record(one.record.fields, order)))
+    return evolve(spec, components=components)
 
 
 def test_an_endpoint_of_another_rank_is_refused_before_anything_moves(world):

@@ -206,6 +206,7 @@ def test_a_joint_plan_arrives_as_it_left() -> None:
         ({"legs": [[0, {}]]}, "^plan has wire version None"),
         ({"legs": []}, "are not moved"),
         ({"claims": [[0, 3]]}, "malformed legs or claims"),
+        ({"claims": [[2, 23, [None]]]}, "a claim is of component None, must be a name"),
         ({"claims": [[2, 23, list(SPEC.names)]]}, r"latent\.1: tokens \[2, 5\) are not moved"),
         ({"claims": []}, "must be declared by the target and either claimed or absent"),
         ({"absent": ["latent.0"]}, "must be declared"),

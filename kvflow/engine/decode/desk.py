@@ -285,10 +285,10 @@ class Desk:
         return False
 
     def _given_up(self) -> list[Decoding]:
-        """Counts those that have just lost their blocks. Who could not be held beside what may
-        still be written, nobody knows how long, is to leave."""
+        """Counts those that have just lost their blocks, if they are still here. Who could not be
+        held beside what may still be written, nobody knows how long, is to leave."""
         leaving, self._without, without = [], [], self._without
-        for work, way, error in without:
+        for work, way, error in (entry for entry in without if not entry[0].aborted):
             if self.kv.can_hold(work.max_len):
                 self.counters[way] += 1
                 continue

@@ -296,7 +296,8 @@ class DecodeEngine:
             if reason is not None:
                 return
         if failed is not None:
-            self.mailbox.send(RequestFailed(work.request_id, failed, not work.num_generated))
+            spoilt = work.has_restored or not work.num_generated
+            self.mailbox.send(RequestFailed(work.request_id, failed, spoilt))
             self.kv.forget(work)
             self._leave(work)
 

@@ -25,7 +25,7 @@ class Decoding:
     computed: positions [0, computed) have their KV in `tables`; at least one token is always
     without. num_cached: how many of the prompt's were here when it began. order: which request
     came first. trail: how far its blocks are known to the engine's cache; may_keep: whether they
-    may be."""
+    may be. has_restored: whether some of its blocks' rows came from a tier."""
 
     admit: Admit
     incoming: Incoming
@@ -38,6 +38,7 @@ class Decoding:
     tables: dict[str, list[int]] = field(factory=dict)
     trail: Trail = field(factory=Trail)
     may_keep: bool = True
+    has_restored: bool = False
     aborted: bool = False
 
     @property

@@ -55,6 +55,7 @@ class Restoring:
     def begin(self, work: Decoding) -> None:
         """The request has its blocks, the first `computed` positions in them: it runs from now on,
         or when it has what tiers hold."""
+        work.has_restored = False
         if not self.has_tiers or not self.kv.lacks_a_unit(work):
             self._run(work)
             return
@@ -124,7 +125,7 @@ class Restoring:
             count, disk = rows.stop - rows.start, reading.units.num_disk
             self.counters["restored_host_tokens"] += count - disk
             self.counters["restored_disk_tokens"] += disk
-            work.computed = rows.stop
+            work.computed, work.has_restored = rows.stop, True
             if not work.was_computed:  # else it was this request's own work
                 work.num_cached += count
         self._run(work)

@@ -125,6 +125,10 @@ class DiskTier:
                 return
         _remove(file.path)
 
+    def drop(self, file: UnitFile) -> None:
+        """The file is found no more, and deleted."""
+        self._delete(file.entry.place)
+
     def clear(self) -> int:
         """Deletes every indexed file; returns how many there were."""
         count = len(self._files)

@@ -240,8 +240,8 @@ class Tiers:
         for k in range(len(chain)):
             while (found := self.host.variant(chain, k)) is not None:
                 self.host.forget([found[0]])
-            while self.traffic and (file := self.traffic.disk.variant(chain, k)) is not None:
-                self.traffic.disk.refuse(file)
+        if self.traffic is not None:
+            self.traffic.forget(chain)
 
     def clear(self) -> dict[str, int]:
         """Forgets everything; returns how many units each tier forgot."""

@@ -28,6 +28,7 @@ class DiskTraffic:
     on_change: Callable[[], None] = field(default=lambda: None)
     _writing: set["asyncio.Task[None]"] = field(init=False, factory=set)
     _reading: dict[Place, "asyncio.Task[bool]"] = field(init=False, factory=dict)
+    _unwanted: set[Place] = field(init=False, factory=set)
     _generation: int = field(init=False, default=0)
     _readers: ThreadPoolExecutor = field(init=False)
     _writer: ThreadPoolExecutor = field(init=False)
@@ -96,26 +97,40 @@ class DiskTraffic:
                 return place if self.host.has(place) else None
             task = asyncio.get_running_loop().create_task(self._read(file, unit))
             self._reading[place] = task
-            task.add_done_callback(lambda _: self._reading.pop(place, None))
+            task.add_done_callback(lambda _: self._ended(place))
         await asyncio.wait([task])
         return place if task.result() else None
 
     async def _read(self, file: UnitFile, unit: int) -> bool:
         generation, loop = self._generation, asyncio.get_running_loop()
-        data, entry = self.host.memory.units[unit], file.entry
+        data, entry, proven = self.host.memory.units[unit], file.entry, True
         try:
             await loop.run_in_executor(self._readers, self.disk.read, file, data)
         except TransferError:
+            proven = False
+        if generation != self._generation or entry.place in self._unwanted:
+            self.host.discard(unit)
+            return False
+        if not proven:
             self.disk.refuse(file)
             self.host.discard(unit)
             self.on_change()
             return False
-        if generation != self._generation:
-            self.host.discard(unit)
-            return False
         came = self.host.publish(unit, entry.place, entry.tokens, entry.label, entry.parent)
         self.on_change()
         return came
+
+    def _ended(self, place: Place) -> None:
+        del self._reading[place]
+        self._unwanted.discard(place)
+
+    def forget(self, chain: Chain) -> None:
+        """No block of a chain lies in a file any more; those under way are found by nobody."""
+        for k in range(len(chain)):
+            while (file := self.disk.variant(chain, k)) is not None:
+                self.disk.drop(file)
+        hashes = set(chain.hashes)
+        self._unwanted |= {place for place in self._reading if place.hash in hashes}
 
     def clear(self) -> int:
         """Deletes every file; what is under way is found by nobody. Returns how many there were."""

@@ -17,7 +17,7 @@ from kvflow.layouts.text.placement import (
     read_placement,
     read_ranks,
 )
-from kvflow.layouts.text.scan import TextError, Word, words_of
+from kvflow.layouts.text.scan import TextError, Word, unquoted, words_of
 from kvflow.layouts.text.specs import (
     EXPECTED,
     format_spec,
@@ -165,7 +165,7 @@ def _read_group(spec: KVCacheSpec, word: Word, match: re.Match[str], alone: bool
     like a kind holds that kind; any other holds everything, unless its members are said."""
     name = match["name"] or "kv"
     if name.startswith('"'):
-        name = str(json.loads(name))
+        name = unquoted(word.sub(match.start("name"), match.end("name")))
     paging = read_paging(word.sub(match.start("paging")))
     if match["members"] is None:
         return CacheGroup(name, _usual_members(spec, name, alone), paging)

@@ -94,7 +94,10 @@ def _interval(word: Word, *, bounded: bool) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]+):([0-9]*)", word.text)
     if match is None or (bounded and not match[2]):
         word.fail(f"positions as A:B{'' if bounded else ' or A:'}")
-    return int(match[1]), int(match[2] or ANY_STOP)
+    first, stop = (
+        word.sub(*match.span(i)).number("a position") if match[i] else ANY_STOP for i in (1, 2)
+    )
+    return first, stop
 
 
 def _round_robin(word: Word, arguments: Sequence[Word]) -> Placement:
@@ -131,7 +134,8 @@ def _balanced(word: Word, arguments: Sequence[Word]) -> Placement:
         if a.text in ("even", "ceil"):
             form = a.text
         elif re.fullmatch(r"rotate=-?[0-9]+", a.text):
-            rotate = int(a.text.removeprefix("rotate="))
+            digits = a.sub(len("rotate=-" if "-" in a.text else "rotate="))
+            rotate = digits.number("a rotation") * (-1 if "-" in a.text else 1)
         else:
             a.fail("even, ceil or rotate=R")
     return Placement.simple(BalancedChunks(num, start, stop, form, rotate))  # type: ignore[arg-type]
@@ -182,7 +186,8 @@ def _read_axis(word: Word) -> Axis:
     match = _AXIS.fullmatch(word.text)
     if match is None:
         word.fail(PLACEMENTS)
-    return Axis(match[1], int(match[2]), tuple(match[3].split("+")) if match[3] else ())
+    size = word.sub(*match.span(2)).number("ranks")
+    return Axis(match[1], size, tuple(match[3].split("+")) if match[3] else ())
 
 
 def format_placement(placement: Placement) -> str:

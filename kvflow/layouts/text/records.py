@@ -71,7 +71,8 @@ def _field(word: Word) -> Field:
     match = _FIELD.fullmatch(word.text)
     if match is None:
         word.fail("a field as name:dtypexN, or name:dtypexNxHh with H heads")
-    return Field(match[1], match[2], int(match[3]), int(match[4] or 1))
+    counts = (word.sub(*match.span(i)).number("a count", 1) if match[i] else 1 for i in (3, 4))
+    return Field(match[1], match[2], *counts)
 
 
 def read_order(word: Word) -> Arrangement:

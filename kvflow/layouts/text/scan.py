@@ -1,6 +1,7 @@
 """Words of a text form, and the error that points at one of them."""
 
 import itertools
+import json
 import re
 from typing import NoReturn
 
@@ -8,6 +9,8 @@ from attrs import frozen
 
 from kvflow.errors import LayoutError
 
+MAX_DIGITS = 19
+"""Enough for every position and every byte of an address space."""
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -53,7 +56,11 @@ class Word:
 
     def number(self, what: str, low: int = 0) -> int:
         """This word as an integer of at least `low`."""
-        if not re.fullmatch(r"[0-9]+", self.text) or int(self.text) < low:
+        if not re.fullmatch(r"[0-9]+", self.text):
+            self.fail(f"{what}, a whole number of at least {low}")
+        if len(self.text) > MAX_DIGITS:
+            self.fail(f"{what}, a number of at most {MAX_DIGITS} digits, got {len(self.text)}")
+        if int(self.text) < low:
             self.fail(f"{what}, a whole number of at least {low}")
         return int(self.text)
 
@@ -67,6 +74,16 @@ def words_of(text: str) -> list[Word]:
     if not words:
         raise TextError("an empty text says nothing")
     return words
+
+
+def unquoted(word: Word) -> str:
+    """A plain word, or one in quotes as in JSON."""
+    if not word.text.startswith('"'):
+        return word.text
+    try:
+        return str(json.loads(word.text))
+    except json.JSONDecodeError:
+        word.fail("a text in quotes as in JSON")
 
 
 def _outside(word: Word, separator: str) -> list[int]:

@@ -20,7 +20,7 @@ from kvflow.layouts.text.records import (
     read_order,
     read_record,
 )
-from kvflow.layouts.text.scan import TextError, Word
+from kvflow.layouts.text.scan import TextError, Word, unquoted
 
 TINY: Mapping[str, Any] = MappingProxyType(
     {
@@ -39,6 +39,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Models by name. The caches of GLM-5.2 and 5.3 have the same shape."""
 
+MAX_LAYERS = 1 << 16
+"""Layers of one spec that a text can name."""
 _INDEX = ("planar", "row")
 _GQA = re.compile(r"gqa\(([1-9][0-9]*),([1-9][0-9]*),([1-9][0-9]*)\)(?:/(\w+))?(?:\[(.*)\])?")
 EXPECTED = (
@@ -107,7 +109,9 @@ def _read_gqa(word: Word) -> KVCacheSpec:
     match = _GQA.fullmatch(word.text)
     if match is None:
         word.fail("gqa(LAYERS,HEADS,DIM), with /DTYPE and [order] if wanted")
-    layers, heads, dim = (int(match[i]) for i in (1, 2, 3))
+    layers, heads, dim = (word.sub(*match.span(i)).number(EXPECTED, 1) for i in (1, 2, 3))
+    if layers > MAX_LAYERS:
+        word.fail(f"at most {MAX_LAYERS} layers, these are {layers}")
     order = read_order(word.sub(match.start(5), match.end(5))) if match[5] else "t h e"
     return _gqa(layers, heads, dim, match[4] or "bfloat16", order)
 
@@ -164,11 +168,16 @@ def read_layers(word: Word) -> list[int]:
         match = _LAYERS.fullmatch(part.text)
         if match is None:
             part.fail("layers as 3, 0-77 or 6-74/4, joined by +")
-        begin, end, by = match.groups()
-        first, last, step = int(begin), int(end or begin), int(by or 1)
+        begin, end, by = (part.sub(*match.span(i)) if match[i] else None for i in (1, 2, 3))
+        first = (begin or part).number("a layer")
+        last = first if end is None else end.number("a layer")
+        step = 1 if by is None else by.number("a step of layers")
         if last < first or step < 1:
             part.fail("layers that ascend")
-        layers += range(first, last + 1, step)
+        chosen = range(first, last + 1, step)
+        if len(layers) + len(chosen) > MAX_LAYERS:
+            part.fail(f"at most {MAX_LAYERS} layers, these are {len(layers) + len(chosen)}")
+        layers += chosen
     return layers
 
 
@@ -268,7 +277,7 @@ def read_content(word: Word) -> list[tuple[str, str]]:
         parts = argument.split("=")
         if len(parts) != 2:
             argument.fail("key=value")
-        pairs.append((_unquoted(parts[0]), _unquoted(parts[1])))
+        pairs.append((unquoted(parts[0]), unquoted(parts[1])))
     return pairs
 
 
@@ -287,12 +296,3 @@ def _content_words(content: Sequence[tuple[str, str]]) -> list[str]:
 
 def _quoted(text: str) -> str:
     return text if re.fullmatch(r"[\w./-]+", text, re.ASCII) else json.dumps(text)
-
-
-def _unquoted(word: Word) -> str:
-    if not word.text.startswith('"'):
-        return word.text
-    try:
-        return str(json.loads(word.text))
-    except json.JSONDecodeError:
-        word.fail("a text in quotes as in JSON")

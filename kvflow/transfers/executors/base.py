@@ -125,6 +125,13 @@ def check_caches(
     """Raises `PlanError` unless every rank that the plan reads or writes has a cache of its own,
     with pages of each component of the record, as large and as many as layout and binding say."""
     require_caches(bound, sources, targets)
+    check_pages_of(bound, sources, targets)
+
+
+def check_pages_of(
+    bound: BoundPlan, sources: Mapping[int, RankCache], targets: Mapping[int, RankCache]
+) -> None:
+    """`check_pages` of the ranks that the plan reads or writes, as far as they have a cache."""
     for part in bound.plan.parts:
         for side, binding, group, caches, ranks in (
             ("source", bound.src, part.src_group, sources, part.runs.src_rank),
@@ -132,7 +139,7 @@ def check_caches(
             ("target", bound.dst, part.dst_group, targets, part.copies.dst_rank),
         ):
             for rank in map(int, np.unique(ranks)):
-                for name in part.components:
+                for name in part.components if rank in caches else ():
                     check_pages(caches[rank], binding, group, name, f"{side} rank {rank}", rank)
 
 
@@ -178,7 +185,8 @@ class Executor(Protocol):
         targets: Mapping[int, RankCache],
     ) -> None:
         """Moves every byte of the plan; caches are by rank. Targets change nowhere else. Raises
-        `PlanError` before anything moves for a rank of the plan without a cache."""
+        `PlanError` before anything moves for a rank of the plan without a cache, or if a byte that
+        is read would be written."""
         ...
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field, frozen
 
-from kvflow.errors import TransferError
+from kvflow.errors import PlanError, TransferError
 from kvflow.kernels.rows import PageView
-from kvflow.transfers.executors.base import RankCache, TransferReport
+from kvflow.transfers.executors.base import RankCache, TransferReport, check_pages
 from kvflow.transfers.executors.seal import digest_rows, seal, unseal
 from kvflow.transfers.executors.strided import move_runs
 from kvflow.transfers.lower import BoundPlan, SlotRuns
@@ -184,25 +184,24 @@ class LocalEndpoint:
             for name in part.components:
                 if name not in there.pages or name not in self.cache.pages:
                     raise TransferError(f"component {name!r} is missing at one side")
-                self._check_sizes(bound, part, name, there, pull=pull)
+                self._check_pages(bound, part, name, there, pull=pull)
                 ends = (peers[rank], self.name) if pull else (self.name, peers[rank])
                 moves.append(_Move(name, *ends, runs))
             ranks.add(rank)
         return moves, len(ranks)
 
-    def _check_sizes(
+    def _check_pages(
         self, bound: BoundPlan, part: PlanPart, name: str, there: RankCache, *, pull: bool
     ) -> None:
         source, target = (there, self.cache) if pull else (self.cache, there)
-        for side, cache, layout, group in (
-            ("source", source, bound.plan.src, part.src_group),
-            ("target", target, bound.plan.dst, part.dst_group),
-        ):
-            size, said = cache.pages[name].block_size, layout.group(group).paging.block_size
-            if size != said:
-                raise TransferError(
-                    f"{name} has pages of {size} at the {side}, the plan says {said}"
-                )
+        try:
+            for side, cache, binding, group in (
+                ("source", source, bound.src, part.src_group),
+                ("target", target, bound.dst, part.dst_group),
+            ):
+                check_pages(cache, binding, group, name, f"the {side}", cache.rank)
+        except PlanError as error:
+            raise TransferError(str(error)) from error
 
     def _write(self, moves: list[_Move], timeout: float) -> None:
         failure: list[Exception] = []

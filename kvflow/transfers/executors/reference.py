@@ -6,6 +6,7 @@ import torch
 
 from kvflow.kernels.pages import PageView
 from kvflow.layouts.pieces import refine
+from kvflow.transfers.executors.apart import check_apart
 from kvflow.transfers.executors.base import RankCache, check_caches
 from kvflow.transfers.lower import BoundPlan, SlotRuns
 
@@ -20,6 +21,7 @@ class ReferenceExecutor:
         targets: Mapping[int, RankCache],
     ) -> None:
         check_caches(bound, sources, targets)
+        check_apart(bound, sources, targets)
         for part in bound.plan.parts:
             for src_rank, dst_rank in bound.plan.links:
                 runs = bound.link(part, src_rank, dst_rank)

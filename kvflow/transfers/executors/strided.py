@@ -19,6 +19,7 @@ from kvflow.kernels.pages import PageView
 from kvflow.kernels.ranges import RangeCopy
 from kvflow.kernels.rows import repack_rows
 from kvflow.layouts.pieces import Piece
+from kvflow.transfers.executors.apart import check_apart
 from kvflow.transfers.executors.base import RankCache, check_caches
 from kvflow.transfers.lower import (
     BoundPlan,
@@ -49,6 +50,7 @@ class StridedExecutor:
         targets: Mapping[int, RankCache],
     ) -> None:
         check_caches(bound, sources, targets)
+        check_apart(bound, sources, targets)
         for dst_rank, target in targets.items():
             for part, links in _by_part(bound.links_to(dst_rank), sources):
                 move_links(links, part.components, target.pages)

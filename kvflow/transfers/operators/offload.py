@@ -4,7 +4,7 @@ from attrs import evolve, field, frozen
 
 from kvflow.errors import LayoutError, PlanError
 from kvflow.layouts.layout import KVLayout, Stage
-from kvflow.transfers.executors.base import Executor
+from kvflow.transfers.executors.base import Executor, check_pages_of
 from kvflow.transfers.executors.strided import move_link
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.operators.difference import first_difference
@@ -51,7 +51,9 @@ class RankLocal:
         for src_rank, dst_rank in bound.plan.links:
             if src_rank != dst_rank:
                 raise PlanError(f"the plan moves from rank {src_rank} to rank {dst_rank}")
-        for rank in set(sources) & set(targets):
+        here = set(sources) & set(targets)
+        check_pages_of(bound, *({r: side[r] for r in here} for side in (sources, targets)))
+        for rank in here:
             for part, _, runs in bound.links_to(rank):
                 move_link(runs, part.components, sources[rank].pages, targets[rank].pages)
 

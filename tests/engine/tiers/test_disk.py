@@ -444,9 +444,10 @@ def test_a_restarted_engine_finds_what_the_last_one_has_stored(tmp_path):
     assert sum(reused.values()) == sum(said)
 
 
-@pytest.mark.parametrize("end", ["release", "reset"])
+@pytest.mark.parametrize("end", ["release", "reset", "forget"])
 def test_ends_while_files_are_read(tmp_path, end):
-    """A request that goes, or a reset, while its prefix comes from files."""
+    """A request that goes, a reset, or a chain that is forgotten, while its prefix comes from
+    files."""
 
     async def run():
         first = ranks_on(tmp_path)
@@ -460,13 +461,21 @@ def test_ends_while_files_are_read(tmp_path, end):
             await asyncio.sleep(0.001)
         assert second.engine.tiers.num_under_way == 9
         assert not second.steps  # it waits for its rows
+        tiers = second.engine.tiers
         if end == "release":
             second.engine.release("a")
+        elif end == "forget":
+            chain = second.engine._held["a"].kv.chain
+            tiers.forget(chain)
         else:
             assert second.engine.reset_prefix_cache() == {"device": 0, "host": 0, "disk": 9}
         files.gate.set()
         await second.settle()
-        if end == "reset":
+        if end == "forget":
+            assert tiers.num_known(chain, 0, 36) == 0
+            assert list(tmp_path.glob("*.unit")) == []
+            assert tiers.events()["disk"]["file_refused"] == 0
+        if end != "release":
             while not task.done():
                 second.answer()
                 await second.settle()

@@ -10,6 +10,7 @@ from planning import bound, dcp, layout, whole
 from kvflow.errors import PlanError
 from kvflow.kernels import lanes
 from kvflow.kernels.ranges import RangeCopy
+from kvflow.kernels.rows import PageView, gather_rows
 from kvflow.layouts.layout import Binding
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.record import Field, Record
@@ -18,6 +19,7 @@ from kvflow.layouts.spec import GLM_5_3, Component, KVCacheSpec
 from kvflow.testing import Case, cases, check_law
 from kvflow.transfers.executors import strided
 from kvflow.transfers.executors.base import RankCache
+from kvflow.transfers.executors.reference import ReferenceExecutor
 from kvflow.transfers.executors.strided import StridedExecutor
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.planner import plan_transfer
@@ -117,6 +119,32 @@ def test_a_cache_that_does_not_fit_is_refused_before_a_byte_moves():
     with pytest.raises(PlanError, match=r"slot \d+ of a target cache of 12"):
         strided.move_runs(runs, sources[0].pages[last], small.pages[last])
     assert not any(bool(v.memory.any()) for v in (*full.pages.values(), *small.pages.values()))
+
+
+@pytest.mark.parametrize("executor", [StridedExecutor(), ReferenceExecutor()])
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_blocks_that_are_read_and_written_are_refused(executor, shift):
+    """One cache on both sides: what moves first would say what arrives. Rows that stay where they
+    are, and blocks apart, are lawful."""
+    side = layout(Replicated())
+    tables = [0, 1, 2], [shift, 1 + shift, 2 + shift]
+    num = {"kv": 8}
+    plan = plan_transfer(side, side, (0, 11))
+    both = BoundPlan(plan, *(Binding.of(side, {"kv": table}, num, 11) for table in tables))
+    cache = RankCache.allocate(side, 0, num)
+    for i, view in enumerate(cache.pages.values()):
+        view.memory.copy_(torch.arange(len(view.memory)) % 251 + i % 4)
+    before = {name: view.memory.clone() for name, view in cache.pages.items()}
+    if shift in (1, 2):
+        with pytest.raises(PlanError, match="which it also reads"):
+            executor.execute(both, {0: cache}, {0: cache})
+        assert all(torch.equal(view.memory, before[n]) for n, view in cache.pages.items())
+        return
+    executor.execute(both, {0: cache}, {0: cache})
+    slots = torch.arange(11)
+    for name, view in cache.pages.items():
+        old = PageView(before[name], view.record, 4, view.block_stride, view.offset)
+        assert torch.equal(gather_rows(view, slots + 4 * shift), gather_rows(old, slots))
 
 
 def test_the_second_stage_needs_pages_too():

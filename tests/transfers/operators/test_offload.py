@@ -193,6 +193,22 @@ def test_rank_local_refuses_a_plan_between_ranks() -> None:
         stage.execute(bound, {}, {})
 
 
+def test_rank_local_refuses_pages_that_are_not_the_plans_before_a_byte_moves() -> None:
+    layout = KVLayout.uniform(SPEC, Placement.simple(Replicated()), Paged(4))
+    stage = Offload(layout, layout)
+    bound = bind(stage, *(bound_to(layout, 4) for _ in range(2)), (0, 4))
+    num = bound.dst.num_blocks
+    small = KVLayout.uniform(SPEC, Placement.simple(Replicated()), Paged(2))
+    sources = {0: RankCache.allocate(layout, 0, num, fill=1)}
+    for target, said in (
+        (RankCache.allocate(small, 0, num), r"pages of 2 in the cache of target rank 0"),
+        (evolve(RankCache.allocate(layout, 0, num), rank=9), r"target rank 0 is that of rank 9"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            stage.execute(bound, sources, {0: target})
+        assert not any(view.memory.any() for view in target.pages.values())
+
+
 # --- files that are not what was written ----------------------------------------------------------
 
 
