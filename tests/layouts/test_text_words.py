@@ -68,6 +68,7 @@ def test_numbers_have_a_least_one() -> None:
         7,
         1,
     ]
+    assert word("9" * 19).number("n") == 10**19 - 1
     for text, low in (("-1", 0), ("x", 0), ("", 0), ("1.0", 0), ("²", 0), ("6", 7)):
         with pytest.raises(TextError, match=f"expected n, a whole number of at least {low}$"):
             word(text).number("n", low)
@@ -300,6 +301,10 @@ def test_content_keeps_its_order_unless_a_model_says_some_too() -> None:
 )  # fmt: skip
 def test_layers_read(text: str, layers: list[int]) -> None:
     assert read_layers(word(text)) == layers
+
+
+def test_as_many_layers_as_may_be_are_read() -> None:
+    assert len(read_layers(word("0-65534+70000"))) == 65536
 
 
 @pytest.mark.parametrize("text", ["3-2", "0-4/0"])

@@ -71,7 +71,7 @@ def _field(word: Word) -> Field:
     match = _FIELD.fullmatch(word.text)
     if match is None:
         word.fail("a field as name:dtypexN, or name:dtypexNxHh with H heads")
-    counts = (word.sub(*match.span(i)).number("a count", 1) if match[i] else 1 for i in (3, 4))
+    counts = (word.sub(*match.span(i)).number("a count") if match[i] else 1 for i in (3, 4))
     return Field(match[1], match[2], *counts)
 
 

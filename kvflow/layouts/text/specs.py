@@ -109,9 +109,8 @@ def _read_gqa(word: Word) -> KVCacheSpec:
     match = _GQA.fullmatch(word.text)
     if match is None:
         word.fail("gqa(LAYERS,HEADS,DIM), with /DTYPE and [order] if wanted")
-    layers, heads, dim = (word.sub(*match.span(i)).number(EXPECTED, 1) for i in (1, 2, 3))
-    if layers > MAX_LAYERS:
-        word.fail(f"at most {MAX_LAYERS} layers, these are {layers}")
+    layers, heads, dim = (word.sub(*match.span(i)).number(EXPECTED) for i in (1, 2, 3))
+    _check_num_layers(word, layers)
     order = read_order(word.sub(match.start(5), match.end(5))) if match[5] else "t h e"
     return _gqa(layers, heads, dim, match[4] or "bfloat16", order)
 
@@ -175,10 +174,14 @@ def read_layers(word: Word) -> list[int]:
         if last < first or step < 1:
             part.fail("layers that ascend")
         chosen = range(first, last + 1, step)
-        if len(layers) + len(chosen) > MAX_LAYERS:
-            part.fail(f"at most {MAX_LAYERS} layers, these are {len(layers) + len(chosen)}")
+        _check_num_layers(part, len(layers) + len(chosen))
         layers += chosen
     return layers
+
+
+def _check_num_layers(word: Word, num: int) -> None:
+    if num > MAX_LAYERS:
+        word.fail(f"at most {MAX_LAYERS} layers, these are {num}")
 
 
 def format_layers(layers: Sequence[int]) -> str:
