@@ -87,18 +87,17 @@ async def assert_idle(deployment, decode_blocks):
     for rank in deployment.decode_ranks:
         # a rank that has done nothing yet has told nothing yet
         await until(lambda r=rank: free_blocks(deployment, r) in ((decode_blocks, 0), (-1, -1)))
-    # an engine reports its load behind the last token
-    accounts = [deployment.routing.router.account(n) for n in deployment.journeys.lenders.layouts]
-    await until(lambda: not any(account.num_requests for account in accounts))
-    assert_nothing_in_flight(deployment)
+    await assert_nothing_in_flight(deployment)
 
 
-def assert_nothing_in_flight(deployment):
-    """The front has forgotten every request, and so has its router."""
+async def assert_nothing_in_flight(deployment):
+    """The front has forgotten every request, and so has its router: as soon as engines have told
+    their loads, which they do behind the last token and behind an abort."""
     assert not deployment.journeys.live
     assert not deployment.journeys.lenders.num_running
     router = deployment.routing.router
-    assert {router.account(e.name).num_requests for e in router.engines} <= {0}
+    accounts = [router.account(engine.name) for engine in router.engines]
+    await until(lambda: not any(account.num_requests for account in accounts))
 
 
 @define(eq=False)

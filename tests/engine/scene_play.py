@@ -133,7 +133,7 @@ async def _idle(deployment):
             await until(lambda p=pool: p.num_available == p.num_blocks)
         engine.audit()
     await until(lambda: not any(_held(deployment, rank) for rank in deployment.decode_ranks))
-    assert_nothing_in_flight(deployment)
+    await assert_nothing_in_flight(deployment)
 
 
 def _held(deployment, rank):
