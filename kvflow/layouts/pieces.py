@@ -50,7 +50,7 @@ def pieces_of(
         nbytes = np.diff(np.append(first, len(at))) * item_nbytes
         for begin, size in zip(at[first].tolist(), nbytes.tolist(), strict=True):
             piece = Piece(begin, stride, size, record_offset, tuple(tiles))
-            if merged and _glued(merged[-1], piece):
+            if merged and glued(merged[-1], piece):
                 merged[-1] = evolve(merged[-1], nbytes=merged[-1].nbytes + size)
             else:
                 merged.append(piece)
@@ -58,7 +58,8 @@ def pieces_of(
     return tuple(merged)
 
 
-def _glued(a: Piece, b: Piece) -> bool:
+def glued(a: Piece, b: Piece) -> bool:
+    """Whether the second follows the first in every token."""
     return a.offset + a.nbytes == b.offset and (a.stride, a.tiles) == (b.stride, b.tiles)
 
 

@@ -1,18 +1,18 @@
 """Lowering: a plan plus bindings -> slots, and slots plus page geometry -> byte descriptors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from kvflow.errors import PlanError
 from kvflow.layouts.counts import each_of
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.memory import pages_are_apart
 from kvflow.layouts.paging import bytes_of_slots, in_page, page_of, slots_of
-from kvflow.layouts.pieces import Heads, Piece, refine
+from kvflow.layouts.pieces import Heads, Piece, glued, refine
 from kvflow.layouts.record import CACHED_PAGES, Record
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.plan import Plan, PlanPart, TransferRuns
@@ -227,7 +227,25 @@ def _paired(
             f"heads {src_heads or 'all'} of {src} do not pair with "
             f"heads {dst_heads or 'all'} of {dst}"
         )
-    return tuple(refine(src.pieces(src_size, src_heads), dst.pieces(dst_size, dst_heads)))
+    pairs = refine(src.pieces(src_size, src_heads), dst.pieces(dst_size, dst_heads))
+    joined = _joined(pairs)
+    return tuple(pairs if len(joined) == len(pairs) else joined)
+
+
+def _joined(pairs: Sequence[tuple[Piece, Piece]]) -> list[tuple[Piece, Piece]]:
+    """Those that follow each other on both sides as one: neighbours in pages need not be in the
+    packed row, as fields of a head before its next head."""
+    joined: list[tuple[Piece, Piece]] = []
+    for a, b in sorted(pairs, key=lambda pair: pair[0].offset):
+        if joined and glued(joined[-1][0], a) and glued(joined[-1][1], b):
+            nbytes = joined[-1][0].nbytes + a.nbytes
+            joined[-1] = (
+                evolve(joined[-1][0], nbytes=nbytes),
+                evolve(joined[-1][1], nbytes=nbytes),
+            )
+        else:
+            joined.append((a, b))
+    return joined
 
 
 def _stored(record: Record) -> list[tuple[str, str, int]]:

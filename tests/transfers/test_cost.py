@@ -105,6 +105,12 @@ def test_runs_of_unequal_length_merge_where_they_meet() -> None:
     assert num_descriptors("runs", runs, at, at) == 1
 
 
+def test_a_row_of_heads_with_scales_is_one_descriptor() -> None:
+    fields = Field("key", "float8_e4m3fn", 128, 8), Field("scale", "float32", 1, 8)
+    runs, at = slot_runs((0, 1, 8, 2, 4)), pages(Record(fields, "row"), 16)
+    assert num_descriptors("runs", runs, at, at) == len(descriptors(runs, at, at)) == 4
+
+
 def test_neighbouring_pages_merge_unless_there_is_a_gap() -> None:
     runs, at = slot_runs((0, 1, 8, 1, 4), (4, 1, 12, 1, 4), (16, 1, 16, 1, 4)), pages(ROW, 4)
     assert [num_descriptors(w, runs, at, at) for w in DIRECT] == [2, 2, 2]

@@ -405,3 +405,27 @@ def test_a_bound_plan_without_bindings_is_no_bound_plan() -> None:
     for sides in ((None, both[1]), (both[0], None)):
         with pytest.raises(PlanError, match="binding is None, must be a Binding"):
             BoundPlan(plan, *sides)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "pieces"),
+    [
+        ("row", "row", [(0, 0, 1056)]),
+        (
+            *("row", "planar"),
+            [
+                (h * 132 + at, at * 32 + h * n, n)
+                for h in range(8)
+                for at, n in ((0, 128), (128, 4))
+            ],
+        ),
+        ("planar", "planar", [(0, 0, 1024), (4096, 4096, 32)]),
+    ],
+)
+def test_neighbours_in_pages_are_one_piece_whatever_their_order_in_rows(src, dst, pieces) -> None:
+    """A head's scale lies behind its key, and in a packed row behind all keys."""
+    fields = Field("key", "float8_e4m3fn", 128, 8), Field("scale", "float32", 1, 8)
+    here, there = (PageGeometry(Record(fields, order), 4, 0, 4224, 8) for order in (src, dst))
+    pairs = paired_pieces(here, there)
+    assert sorted((a.offset, b.offset, a.nbytes) for a, b in pairs) == pieces
+    assert all(a.nbytes == b.nbytes for a, b in pairs)
