@@ -46,7 +46,11 @@ class Lenders:
         if not lent.length:
             del self._running[name]
             return None
-        plan = self._agreement(lender, borrower).plan((0, lent.length))
+        try:
+            plan = self._agreement(lender, borrower).plan((0, lent.length))
+        except KvflowError:
+            self.end(name)
+            raise
         source = Source(lender, lent.tables, 0, lent.length, plan.digest)
         return Loan(source, partial(self.end, name))
 

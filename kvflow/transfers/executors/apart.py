@@ -46,7 +46,7 @@ def _lowered(bound: BoundPlan, sources: Caches, targets: Caches) -> Iterator[Des
 def _regions(caches: Caches) -> Ints:
     """The memories of caches, as [begin, end) rows that do not touch, ascending."""
     found = {
-        (view.memory.data_ptr(), len(view.memory))
+        (view.memory.data_ptr(), view.memory.numel())
         for cache in caches.values()
         for view in cache.pages.values()
     }
