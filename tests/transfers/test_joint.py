@@ -245,6 +245,11 @@ def test_a_claim_is_a_range(tokens: tuple[int, int]) -> None:
         Claim("latent.0", *tokens)
 
 
+def test_a_claim_names_a_component() -> None:
+    with pytest.raises(PlanError, match="a claim is of component 3, must be a name"):
+        Claim(3, 0, 5)  # type: ignore[arg-type]
+
+
 def test_joint_plans_are_values() -> None:
     assert joined() == joined()
     assert hash(joined()) == hash(joined())
