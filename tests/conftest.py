@@ -13,7 +13,7 @@ settings.register_profile(
     "quick", max_examples=60, deadline=None, suppress_health_check=_SLOW_MACHINES
 )
 settings.register_profile(
-    "ci", settings.get_profile("quick"), max_examples=50, derandomize=True, database=None
+    "ci", settings.get_profile("quick"), max_examples=40, derandomize=True, database=None
 )
 settings.register_profile(
     "thorough", max_examples=1300, deadline=None, suppress_health_check=_SLOW_MACHINES

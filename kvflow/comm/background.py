@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 from kvflow.comm.protocol import Comm
 
 T = TypeVar("T")
+_END_S = 1.0
 Job = Callable[[Comm], T]
 Clock = Callable[[], float]
 
@@ -104,12 +105,20 @@ class Background:
             target=_work, args=(self._jobs, self.comm), name="collectives", daemon=True
         )
         thread.start()
-        weakref.finalize(self, self._jobs.put, None)
+        weakref.finalize(self, _end, self._jobs, thread)
 
     def issue(self, job: Job[T]) -> Pending[T]:
         pending = Pending(job, self.clock, self.clock())
         self._jobs.put(pending)
         return pending
+
+
+def _end(jobs: "queue.SimpleQueue[Pending[Any] | None]", thread: threading.Thread) -> None:
+    """A daemon that still gives a channel back to torch while the interpreter ends would abort the
+    process; one whose peers are gone may never end."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_END_S)
 
 
 def _work(jobs: "queue.SimpleQueue[Pending[Any] | None]", comm: Comm) -> None:

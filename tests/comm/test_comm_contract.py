@@ -1,6 +1,8 @@
 """One contract for every Comm: run on one rank, on threads and on spawned processes."""
 
 import socket
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -212,3 +214,13 @@ def test_ranks_that_expect_other_rows_are_told() -> None:
             comm.all_to_all(torch.zeros(2, 1), [1, 1], [1, 2])
 
     run_ranks(2, body)
+
+
+def test_the_thread_of_a_lane_has_ended_when_its_lane_has() -> None:
+    before = set(threading.enumerate())
+    lane = Background(LocalComm())
+    pending = lane.issue(lambda comm: time.sleep(0.2))
+    (thread,) = set(threading.enumerate()) - before
+    del lane
+    assert not thread.is_alive()
+    assert pending.wait()[0] is None
