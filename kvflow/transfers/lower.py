@@ -236,16 +236,21 @@ def _joined(pairs: Sequence[tuple[Piece, Piece]]) -> list[tuple[Piece, Piece]]:
     """Those that follow each other on both sides as one: neighbours in pages need not be in the
     packed row, as fields of a head before its next head."""
     joined: list[tuple[Piece, Piece]] = []
-    for a, b in sorted(pairs, key=lambda pair: pair[0].offset):
-        if joined and glued(joined[-1][0], a) and glued(joined[-1][1], b):
-            nbytes = joined[-1][0].nbytes + a.nbytes
-            joined[-1] = (
-                evolve(joined[-1][0], nbytes=nbytes),
-                evolve(joined[-1][1], nbytes=nbytes),
-            )
+    ordered = iter(sorted(pairs, key=_source_offset))
+    here, there = next(ordered)
+    for a, b in ordered:
+        if glued(here, a) and glued(there, b):
+            nbytes = here.nbytes + a.nbytes
+            here, there = evolve(here, nbytes=nbytes), evolve(there, nbytes=nbytes)
         else:
-            joined.append((a, b))
-    return joined
+            joined.append((here, there))
+            here, there = a, b
+    return [*joined, (here, there)]
+
+
+def _source_offset(pair: tuple[Piece, Piece]) -> int:
+    source, _ = pair
+    return source.offset
 
 
 def _stored(record: Record) -> list[tuple[str, str, int]]:
