@@ -135,7 +135,8 @@ def _balanced(word: Word, arguments: Sequence[Word]) -> Placement:
             form = a.text
         elif re.fullmatch(r"rotate=-?[0-9]+", a.text):
             digits = a.sub(len("rotate=-" if "-" in a.text else "rotate="))
-            rotate = digits.number("a rotation") * (-1 if "-" in a.text else 1)
+            rotate = digits.number("a rotation")
+            rotate = -rotate if "-" in a.text else rotate
         else:
             a.fail("even, ceil or rotate=R")
     return Placement.simple(BalancedChunks(num, start, stop, form, rotate))  # type: ignore[arg-type]
