@@ -56,11 +56,10 @@ class Word:
 
     def number(self, what: str, low: int = 0) -> int:
         """This word as an integer of at least `low`."""
-        if not re.fullmatch(r"[0-9]+", self.text):
-            self.fail(f"{what}, a whole number of at least {low}")
-        if len(self.text) > MAX_DIGITS:
+        digits = re.fullmatch(r"[0-9]+", self.text)
+        if digits and len(self.text) > MAX_DIGITS:
             self.fail(f"{what}, a number of at most {MAX_DIGITS} digits, got {len(self.text)}")
-        if int(self.text) < low:
+        if not digits or int(self.text) < low:
             self.fail(f"{what}, a whole number of at least {low}")
         return int(self.text)
 
