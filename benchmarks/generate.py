@@ -4,8 +4,8 @@
 
 Both compute in float32 with the same number of torch threads and take turns in every round, so a
 ratio is the median of ratios within rounds. kvflow's side is the engines' `StepRunner` over pages
-of 64 tokens; it also fills the MTP layer's cache, which transformers does not have. Decoding is
-greedy and ignores the end token; the tokens of both sides are compared. Times are of the process's
+of 64 tokens, without a cache for the MTP layer, as transformers has none; ``--mtp`` fills one too.
+Decoding is greedy and ignores the end token; the tokens of both sides are compared. Times are of the process's
 CPU, which other processes on the machine stretch less than they do wall time; ``--wall`` takes
 that. Apart from model time stand a step's scheduling and planning: the deal and the plan of the
 step, opening the cache, host-side rows and block tables, and taking the tokens.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from measure import load
 
 from kvflow.comm import LocalComm
@@ -31,6 +31,7 @@ from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Paged
 from kvflow.layouts.sharding import Replicated
+from kvflow.layouts.spec import KVCacheSpec
 from kvflow.models import Glm
 from kvflow.transfers.executors.base import RankCache
 
@@ -55,6 +56,7 @@ class Ours:
 
     glm: Glm
     clock: Clock
+    with_mtp: bool = False
     model_seconds: float = 0.0
 
     def generate(self, prompts: list[list[int]], num_steps: int) -> Spent:
@@ -82,11 +84,17 @@ class Ours:
     def _runner(self, prompts: list[list[int]], num_steps: int) -> tuple[StepRunner, list]:
         each = -(-(len(prompts[0]) + num_steps + 1) // BLOCK)
         everywhere = Placement.simple(Replicated())
-        layout = KVLayout.uniform(self.glm.spec, everywhere, Paged(BLOCK))
+        layout = KVLayout.uniform(self._spec, everywhere, Paged(BLOCK))
         (group,) = layout.groups
         cache = RankCache.allocate(layout, 0, {group.name: each * len(prompts)})
         tables = [{group.name: list(range(i * each, (i + 1) * each))} for i in range(len(prompts))]
         return StepRunner.over(self.glm, layout, cache, LocalComm()), tables
+
+    @property
+    def _spec(self) -> KVCacheSpec:
+        whole = self.glm.spec
+        kept = [c for c in whole.components if self.with_mtp or c.part == "main"]
+        return evolve(whole, components=kept)
 
     def watch(self) -> None:
         """Charges the model's calls to `model_seconds`."""
@@ -168,6 +176,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512, 1024])
+    parser.add_argument("--mtp", action="store_true")
     parser.add_argument("--wall", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -176,7 +185,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     clock = time.perf_counter if args.wall else time.process_time
-    ours = Ours(Glm.load(MODEL, kv_dtype="float32"), clock)
+    ours = Ours(Glm.load(MODEL, kv_dtype="float32"), clock, args.mtp)
     ours.watch()
     theirs = Theirs(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval(), clock)
     kind = "wall" if args.wall else "CPU"

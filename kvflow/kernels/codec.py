@@ -91,9 +91,9 @@ def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, *, power_of_tw
             raise LayoutError(
                 f"{n} latent rows on {values.device}, {len(plain)} rope rows on {plain.device}"
             )
-    if _is_bare(fmt, fmt.values.dtype):
+    if fmt.bare is not None:
         parts = [values] if plain is None else [values, plain]
-        row = torch.cat([part.to(fmt.values.dtype) for part in parts], 1)
+        row = torch.cat([part.to(fmt.bare) for part in parts], 1)
         return row.masked_fill_(row.isnan(), torch.nan).view(torch.uint8)
     out = torch.empty(n, fmt.nbytes, dtype=torch.uint8, device=values.device)
     for pad in fmt.padding:
@@ -113,14 +113,6 @@ def _encode(fmt: RowFormat, values: Tensor, plain: Tensor | None, *, power_of_tw
             fmt, fmt.scale, values, out, power_of_two_scale if power_of_two else group_scale
         )
     return out
-
-
-def _is_bare(fmt: RowFormat, dtype: torch.dtype) -> bool:
-    """Whether a row is the values as decoded, in `dtype`, and no other byte."""
-    spans = [fmt.values] + ([fmt.plain] if fmt.plain else [])
-    behind = all(span.offset == at for span, at in zip(spans, (0, fmt.values.end), strict=False))
-    one = all(span.dtype == dtype for span in spans)
-    return behind and one and fmt.scale is None and fmt.nbytes == spans[-1].end
 
 
 def _quantise_rows(
@@ -185,7 +177,7 @@ def _decode(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _view(fmt: RowFormat, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
     aligned = (rows.data_ptr() | int(rows.storage_offset())) % dtype.itemsize == 0
-    return rows.view(dtype) if aligned and rows.is_contiguous() and _is_bare(fmt, dtype) else None
+    return rows.view(dtype) if aligned and rows.is_contiguous() and fmt.bare == dtype else None
 
 
 def _dequantise(fmt: RowFormat, scale: Span, rows: Tensor, out: Tensor) -> None:

@@ -1,6 +1,6 @@
 """What a packed row holds, read off its record's fields; no layout is known by name."""
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from attrs import frozen
@@ -52,6 +52,17 @@ class RowFormat:
         """Values under one scale."""
         single = self.scale is None or self.scale.size == 1
         return self.values.size if single else SCALE_GROUP
+
+    @cached_property
+    def bare(self) -> torch.dtype | None:
+        """The dtype of a row that is its decoded values and no other byte; None for others."""
+        spans = [self.values] + ([self.plain] if self.plain else [])
+        behind = all(
+            span.offset == at for span, at in zip(spans, (0, self.values.end), strict=False)
+        )
+        one = all(span.dtype == self.values.dtype for span in spans)
+        whole = self.scale is None and self.nbytes == spans[-1].end
+        return self.values.dtype if behind and one and whole else None
 
 
 @lru_cache(maxsize=256)

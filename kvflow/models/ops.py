@@ -47,7 +47,7 @@ class Fan:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x ``[n, in]`` -> one ``[n, out]`` view for every weight."""
-        return torch.split(self.linear(x), list(self.sizes), -1)
+        return self.linear(x).split_with_sizes(self.sizes, -1)
 
 
 @frozen(eq=False)
@@ -100,6 +100,8 @@ def gated(gate_up: Tensor) -> Tensor:
 def each_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Changes every element of a contiguous `x`, whose last axis is whole lanes, by a function that
     works in place; `x` itself. An element's bits depend on nothing but the element."""
+    if x.numel() <= UNDIVIDED:
+        return function(x)
     for part in torch.split(x.view(-1), UNDIVIDED):
         function(part)
     return x

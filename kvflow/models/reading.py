@@ -99,31 +99,27 @@ def attend(queries: Tensor, table: Tensor, groups: Sequence[Group], rank: int) -
     if len(table) < widest:  # a sparse row cannot name more columns than there are
         table = F.pad(table, (0, 0, 0, widest - len(table)))
     heads = queries.transpose(0, 1)  # head by head, as they are computed and used
-    if len(groups) == 1 and groups[0].is_ordered:
-        return _attend(heads, table, groups[0])[..., :rank].transpose(0, 1)
     out = heads.new_empty(*heads.shape[:2], rank)
     for group in groups:
-        sums = _attend(heads.index_select(1, group.queries), table, group)
-        out.index_copy_(1, group.queries, sums[..., :rank])
+        step = max(1, MAX_SCORES // (group.size * len(heads)))
+        for lo in range(0, len(group.queries), step):
+            part = slice(lo, min(lo + step, len(group.queries)))
+            mine = group.places(part)
+            out[:, mine] = _attend(heads[:, mine], table, group, part)[..., :rank]
     return out.transpose(0, 1)
 
 
-def _attend(queries: Tensor, table: Tensor, group: Group) -> Tensor:
-    """Of the queries of one group, ``[h, m, R + dr]`` as they are."""
+def _attend(queries: Tensor, table: Tensor, group: Group, part: slice) -> Tensor:
+    """Of some queries of a group, ``[h, m, R + dr]`` as they are."""
     num_heads, num, dim = queries.shape
-    step = max(1, MAX_SCORES // (group.size * num_heads))
-    parts = []
-    for lo in range(0, num, step):
-        part = slice(lo, min(lo + step, num))
-        mine = queries[:, part].reshape(-1, dim)
-        reads = group.reads(part, num_heads, table)
-        scores = torch.sparse.sampled_addmm(reads.where, mine, table.t(), beta=0.0).values()
-        scores = scores.view(num_heads, -1, group.size)
-        if not group.is_full:
-            scores.masked_fill_(group.unused[part], -torch.inf)
-        sums = row_sums(table, reads.rows, reads.begins, scores.softmax(-1).view(-1))
-        parts.append(sums.view(num_heads, -1, dim))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    reads = group.reads(part, num_heads, table)
+    mine = queries.reshape(-1, dim)
+    scores = torch.sparse.sampled_addmm(reads.where, mine, table.t(), beta=0.0).values()
+    scores = scores.view(num_heads, num, group.size)
+    if not group.is_full:
+        scores.masked_fill_(group.unused[part], -torch.inf)
+    sums = row_sums(table, reads.rows, reads.begins, scores.softmax(-1).view(-1))
+    return sums.view(num_heads, num, dim)
 
 
 with warnings.catch_warnings():  # torch says once that sparse rows are young

@@ -49,14 +49,14 @@ class Group:
     """Queries that read equally many rows: `queries` int64 ``[m]`` are local rows, `rows` int64
     ``[m, size]`` index the fetched rows, of which the first ``counts[i]`` are real.
 
-    `is_full`: whether all rows of all queries are known to be real; `is_ordered`: whether the
-    queries are known to be 0, 1, ... What is derived from these is kept, as layers share it."""
+    `is_full`: whether all rows of all queries are known to be real; `first`: the queries are known
+    to be first, first + 1, ... What is derived from these is kept, as layers share it."""
 
     queries: Tensor
     rows: Tensor
     counts: Tensor
     is_full: bool = False
-    is_ordered: bool = False
+    first: int | None = None
     _reads: dict[tuple[object, ...], Reads] = field(init=False, factory=dict)
 
     @property
@@ -67,6 +67,12 @@ class Group:
     def unused(self) -> Tensor:
         """Which rows are not real: bool ``[m, size]``."""
         return torch.arange(self.size) >= self.counts[:, None]
+
+    def places(self, part: slice) -> slice | Tensor:
+        """The local rows of some of the queries, as an index."""
+        if self.first is None:
+            return self.queries[part]
+        return slice(self.first + part.start, self.first + part.stop)
 
     def reads(self, part: slice, num_heads: int, table: Tensor) -> Reads:
         """What some of the queries read of a table of this shape."""
@@ -83,7 +89,7 @@ class Group:
     def moved(self, places: Tensor) -> "Group":
         """The same where row i of the table stands at ``places[i]``, int64 ``[t]``."""
         rows = places.index_select(0, self.rows.flatten()).view(self.rows.shape)
-        return Group(self.queries, rows, self.counts, self.is_full, self.is_ordered)
+        return Group(self.queries, rows, self.counts, self.is_full, self.first)
 
 
 @frozen(eq=False)
@@ -221,5 +227,7 @@ def _group(shape: Shape, parts: Sequence[Part], rows: Tensor) -> Group:
     queries = np.concatenate([part.queries for part in parts])
     counts = shape.host_counts[queries]
     is_full = bool(np.all(counts == rows.shape[1]))
-    is_ordered = np.array_equal(queries, np.arange(len(queries)))
-    return Group(torch.from_numpy(queries), rows, torch.from_numpy(counts), is_full, is_ordered)
+    lowest = int(queries[0])
+    follow = np.array_equal(queries, np.arange(lowest, lowest + len(queries)))
+    first = lowest if follow else None
+    return Group(torch.from_numpy(queries), rows, torch.from_numpy(counts), is_full, first)

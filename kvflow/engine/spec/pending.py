@@ -46,8 +46,11 @@ class PendingStep:
         table = torch.stack([own, chosen], 1).to(torch.float64)
         counts = [row.sampling.num_logprobs for row in rows]
         wanting = tuple(i for i, count in enumerate(counts) if count is not None)
-        place, vocab_size = torch.tensor(wanting, dtype=torch.int64), logits.shape[1]
-        most = min(max((n for n in counts if n is not None), default=0), vocab_size)
+        vocab_size = logits.shape[1]
+        if not wanting:
+            return cls(items, rows, vocab_size, table, (), table.new_empty(0, 1))
+        place = torch.tensor(wanting, dtype=torch.int64)
+        most = min(max(n for n in counts if n is not None), vocab_size)
         tokens = chosen.index_select(0, place).clamp(max=vocab_size - 1)  # of no token: see `read`
         said = logprobs(logits.index_select(0, place), tokens, most)
         return cls(items, rows, vocab_size, table, wanting, said)
