@@ -1,7 +1,9 @@
-"""The real world: every rank a spawned process, gloo between prefill ranks, NIXL for KV.
+"""The real world: every rank a process, gloo between prefill ranks, NIXL for KV.
 
 The control plane is one ROUTER socket on an ipc path in a private directory. A rank whose parent
-is gone ends itself; a rank that dies makes the deployment unhealthy.
+is gone ends itself; a rank that dies makes the deployment unhealthy. Ranks are forked from Python's
+fork server, which has imported what they run and nothing else has happened in: there is no NIXL
+agent, no socket and no other rank's memory in it.
 """
 
 import asyncio
@@ -13,12 +15,15 @@ import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from attrs import frozen
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvflow.comm import Comm
@@ -43,12 +48,13 @@ IDLE_S = 30 * 86400.0  # ranks of a decode group wait for its leader's next turn
 async def process_deployment(
     config: LaunchConfig, *, start_timeout: float = 120.0
 ) -> AsyncIterator[Deployment]:
-    """A started deployment of spawned processes. Leaving the block ends every one of them within
-    seconds, whatever it was doing, and removes the sockets' directory. Raises `TransferError`
-    without NIXL, what `check_launch` raises, and `KvflowError` if a rank cannot start."""
+    """A started deployment of processes. Leaving the block ends every one of them within
+    seconds, whatever it was doing, and removes the sockets' directory; Python's fork server stays
+    until this process ends. Raises `TransferError` without NIXL, what `check_launch` raises, and
+    `KvflowError` if a rank cannot start."""
     check_launch(config)
     require_nixl()
-    context, key = mp.get_context("spawn"), secrets.token_bytes(32)
+    context, key = _context(), secrets.token_bytes(32)
     num_ranks = len(config.prefill_names) + config.decode_ranks * config.decode_size
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     with tempfile.TemporaryDirectory(prefix="kvflow-") as directory:
@@ -60,8 +66,10 @@ async def process_deployment(
         processes: dict[str, BaseProcess] = {}
         for (target, names), store in zip(groups, stores, strict=True):
             for rank, name in enumerate(names):
-                args = (config, name, address, key, threads, rank, store.port)
-                processes[name] = context.Process(target=target, args=args, name=name)
+                start = _Start(
+                    config, name, address, key, threads, rank, store.port, dict(os.environ)
+                )
+                processes[name] = context.Process(target=target, args=(start,), name=name)
         deployment = config.deployment(hub, files_of(config))
         watcher: asyncio.Task[None] | None = None
         try:
@@ -76,6 +84,18 @@ async def process_deployment(
             await deployment.close()
             await asyncio.to_thread(_end, list(processes.values()))
             hub.close()
+
+
+def _context() -> SpawnContext | ForkServerContext:
+    """How ranks are started. The fork server listens in the directory for temporary files; where
+    that has too long a path for a socket, every rank is spawned and imports for itself."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    try:
+        forkserver.ensure_running()
+    except OSError:
+        return mp.get_context("spawn")
+    return context
 
 
 def _store() -> TCPStore:
@@ -140,17 +160,33 @@ def _end(processes: list[BaseProcess]) -> None:
             process.close()
 
 
-# --- what runs in a spawned process
+# --- what runs in a rank's process
 
 
-def _enter(threads: int) -> None:
+@frozen
+class _Start:
+    """What a rank is told. `environment` is its parent's: the fork server may be older."""
+
+    config: LaunchConfig
+    name: str
+    address: str
+    key: bytes
+    threads: int
+    rank: int
+    port: int
+    environment: Mapping[str, str]
+
+
+def _enter(start: _Start) -> ZmqMailbox:
     from kvflow.transfers.executors.nixl import settle_environment
 
     gc.freeze()  # what the imports made lives to the end; walking it there takes seconds
+    os.environ.clear()
+    os.environ.update(start.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when ranks end
     settle_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(threads)
+    torch.set_num_threads(start.threads)
     parent = mp.parent_process()
 
     def follow_parent() -> None:
@@ -159,6 +195,7 @@ def _enter(threads: int) -> None:
             os._exit(1)
 
     threading.Thread(target=follow_parent, daemon=True).start()
+    return ZmqMailbox(start.name, start.address)
 
 
 def nixl_endpoint(key: bytes, config: LaunchConfig, cache: RankCache) -> TwoWayEndpoint:
@@ -178,15 +215,12 @@ def _group(rank: int, size: int, port: int, timeout_s: float) -> Iterator[Comm]:
     disconnect()
 
 
-def _prefill_main(
-    config: LaunchConfig, name: str, address: str, key: bytes, threads: int, rank: int, port: int
-) -> None:
-    _enter(threads)
-    mailbox = ZmqMailbox(name, address)
+def _prefill_main(start: _Start) -> None:
+    mailbox, config = _enter(start), start.config
 
     def serve() -> None:
-        with _group(rank, config.prefill_size, port, COLLECTIVE_TIMEOUT_S) as comm:
-            make = partial(nixl_endpoint, key, config)
+        with _group(start.rank, config.prefill_size, start.port, COLLECTIVE_TIMEOUT_S) as comm:
+            make = partial(nixl_endpoint, start.key, config)
             run, endpoint = prefill_rank(config, comm, mailbox, make)
             with contextlib.closing(endpoint):
                 run()
@@ -195,15 +229,13 @@ def _prefill_main(
     mailbox.close()
 
 
-def _decode_main(
-    config: LaunchConfig, name: str, address: str, key: bytes, threads: int, rank: int, port: int
-) -> None:
-    _enter(threads)
-    mailbox = ZmqMailbox(name, address)
+def _decode_main(start: _Start) -> None:
+    mailbox, config = _enter(start), start.config
 
     def serve() -> None:
-        with _group(rank, config.decode_size, port, IDLE_S) as comm:
-            run, endpoint = decode_rank(config, comm, mailbox, partial(nixl_endpoint, key, config))
+        with _group(start.rank, config.decode_size, start.port, IDLE_S) as comm:
+            make = partial(nixl_endpoint, start.key, config)
+            run, endpoint = decode_rank(config, comm, mailbox, make)
             with contextlib.closing(endpoint):
                 run()
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import forks
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 from kvflow.comm import (
@@ -175,7 +175,7 @@ def test_processes(size: int) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     store = TCPStore("127.0.0.1", port, size + 1, is_master=True, wait_for_workers=False)
-    mp.spawn(_process, args=(size, port, contract), nprocs=size)
+    forks.run(_process, (size, port, contract), size)
     del store
 
 

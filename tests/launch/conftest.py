@@ -1,5 +1,9 @@
 """Fixtures shared by the launch tests."""
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from launch_world import Server, fixture_prompts, model_with_tokenizer
@@ -22,15 +26,18 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def start(model, tmp_path):
-    """Starts a server; ends it whatever happens."""
+    """Starts a server, whose place for temporary files is a short path or a `deep` one; ends it
+    whatever happens."""
     servers = []
 
-    def build(*flags, **kwargs):
-        scratch = tmp_path / "scratch"
-        scratch.mkdir()
-        servers.append(Server(model, scratch, *flags, **kwargs))
-        return servers[-1]
+    def build(*flags, deep=False, **kwargs):
+        scratch = Path(tempfile.mkdtemp(prefix="kv-"))
+        place = scratch / ("d" * 50) if deep else scratch
+        place.mkdir(exist_ok=True)
+        servers.append((scratch, Server(model, place, tmp_path / "server.log", *flags, **kwargs)))
+        return servers[-1][1]
 
     yield build
-    for server in servers:
+    for scratch, server in servers:
         server.end()
+        shutil.rmtree(scratch)

@@ -64,13 +64,17 @@ def children(pid):
 
 
 def ranks_of(pid):
-    """Descendants that are ranks, not Python's own helper of spawned processes."""
-    ranks = []
-    for child in children(pid):
-        with contextlib.suppress(OSError):
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                ranks.append(child)
-    return ranks
+    """Descendants that are ranks: spawned, or forked from Python's fork server."""
+    words = {child: _command_line(child) for child in children(pid)}
+    forked = {child for child, said in words.items() if b"multiprocessing.forkserver" in said}
+    spawned = {child for child, said in words.items() if b"spawn_main" in said}
+    return [*spawned, *(rank for server in forked for rank in children(server) if rank in forked)]
+
+
+def _command_line(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def alive(pid):
@@ -96,7 +100,7 @@ def model_with_tokenizer(directory):
 class Server:
     """examples/serve_glm.py in a process of its own, with its own place for temporary files."""
 
-    def __init__(self, model, scratch, *flags, path=()):
+    def __init__(self, model, scratch, log, *flags, path=()):
         self.scratch, self.shm = scratch, set(os.listdir("/dev/shm"))
         env = os.environ | {"TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
         env["PYTHONPATH"] = os.pathsep.join(map(str, path))
@@ -109,11 +113,11 @@ class Server:
             "512",
         ]
         command = [sys.executable, str(SERVE), "--model", str(model), "--port", "0", *sizes, *flags]
-        self.log = scratch.parent / "server.log"
-        with self.log.open("w") as log:
+        self.log = log
+        with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 command,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,
                 start_new_session=True,  # a signal meant for the server does not reach the tests

@@ -3,8 +3,11 @@
 import asyncio
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
+import forks
 import pytest
 from launch_world import alive, collect, config, greedy, ranks_of, until
 
@@ -17,14 +20,16 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(tmp_path, monkeypatch):
+def _leaves_nothing(monkeypatch):
     """No rank, socket or shared memory outlives a test."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    forks.context()  # its socket lies elsewhere, and stays
     shm = set(os.listdir("/dev/shm"))
-    yield
-    assert ranks_of(os.getpid()) == []
-    assert list(tmp_path.glob("kvflow-*")) == []
-    assert set(os.listdir("/dev/shm")) <= shm
+    with tempfile.TemporaryDirectory(prefix="kv-") as place:
+        monkeypatch.setattr("tempfile.tempdir", place)
+        yield
+        assert ranks_of(os.getpid()) == []
+        assert list(Path(place).glob("kvflow-*")) == []
+        assert set(os.listdir("/dev/shm")) <= shm
 
 
 async def _exact(deployment, prompts):
@@ -122,8 +127,10 @@ def _pid_of(name):
     return next(p.pid for p in multiprocessing.active_children() if p.name == name)
 
 
-def test_ranks_end_when_their_parent_is_killed(start):
-    server = start("--pcp", "2", "--dcp", "2", "--kv-dtype", "float32")
+@pytest.mark.parametrize("deep", [False, True])
+def test_ranks_end_when_their_parent_is_killed(start, deep):
+    """Forked ones, and spawned ones where the fork server's socket would have too long a path."""
+    server = start("--pcp", "2", "--dcp", "2", "--kv-dtype", "float32", deep=deep)
     server.url()
     ranks = ranks_of(server.process.pid)
     assert len(ranks) == 3

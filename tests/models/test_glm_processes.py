@@ -3,9 +3,9 @@
 import socket
 from pathlib import Path
 
+import forks
 import pytest
 import torch
-import torch.multiprocessing as mp
 from glm_drive import run_steps
 from glm_fixture import TINY
 
@@ -34,7 +34,7 @@ def test_two_processes_equal_one_rank(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(rank_main, args=(port, tmp_path), nprocs=2)
+    forks.run(rank_main, (port, tmp_path), 2)
     alone = Glm.load(TINY, kv_dtype="fp8")
     want, kv = run_steps(alone, LocalComm(), TOKENS, STEPS, lambda r, p: 0)
     parts = [torch.load(tmp_path / f"{r}.pt") for r in range(2)]

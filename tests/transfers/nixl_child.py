@@ -1,9 +1,9 @@
 """A source process for tests: some ranks of `pair(...)` behind endpoints, told what to do."""
 
-import multiprocessing as mp
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+import forks
 from attrs import frozen
 from endpoint_worlds import nixl_world, pair, source_cache
 
@@ -33,7 +33,7 @@ class Child:
 
     @classmethod
     def start(cls, pair_options: dict, **endpoint_options) -> "Child":
-        context = mp.get_context("spawn")
+        context = forks.context()
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(there, pair_options, endpoint_options))
         process.start()

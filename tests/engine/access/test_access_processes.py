@@ -3,9 +3,9 @@
 import socket
 from pathlib import Path
 
+import forks
 import pytest
 import torch
-import torch.multiprocessing as mp
 from raw_world import Part, Raw, alone
 
 from kvflow.comm import connect_gloo, disconnect
@@ -31,7 +31,7 @@ def test_processes_equal_one_rank(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(rank_main, args=(port, tmp_path), nprocs=2)
+    forks.run(rank_main, (port, tmp_path), 2)
     parts = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
     reference = alone(STEPS, 1, 2)
     for (attention, _, _), *ranks in zip(WAYS, *parts, strict=True):

@@ -2,8 +2,7 @@
 own memory. AllGather in both uses of a prefill step (new KV from balanced chunks, cached context
 from round-robin pages), and ReduceScatter."""
 
-import multiprocessing as mp
-
+import forks
 import pytest
 import torch
 from gloo_child import images_of, serve
@@ -35,7 +34,7 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def pipes():
-    context = mp.get_context("spawn")
+    context = forks.context()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends = [context.Pipe() for _ in range(SIZE)]
     ranks = [
