@@ -35,7 +35,7 @@ def _guarded(
 ) -> int:
     try:
         run(options)
-    except (KvflowError, OSError, UnicodeDecodeError) as error:
+    except (KvflowError, OSError) as error:
         print(f"kvflow {name}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -44,7 +44,7 @@ def _guarded(
 def _explain(options: argparse.Namespace) -> None:
     costs = Costs()
     if options.costs is not None:
-        costs = Costs.from_json(options.costs.read_text(encoding="utf-8"))
+        costs = Costs.from_json(options.costs.read_bytes())
     report = explain(_plan(options), costs)
     print(json.dumps(report.as_json(), indent=2) if options.json else render(report))
 
@@ -88,8 +88,8 @@ def _read_model(name: str) -> KVCacheSpec:
     if not Path(path + ".json").is_file():
         return parse_spec(name)
     try:
-        config: Any = json.loads(Path(path + ".json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        config: Any = json.loads(Path(path + ".json").read_bytes())
+    except (ValueError, RecursionError) as error:
         raise LayoutError(f"{path}.json is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise LayoutError(f"{path}.json holds a {type(config).__name__}, must be an object")

@@ -35,7 +35,7 @@ def check_launch(config: LaunchConfig) -> None:
 def _model(config: LaunchConfig) -> GlmConfig:
     try:
         return GlmConfig.load(config.model)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"model = {str(config.model)!r}, must hold a config.json of a model: {error}"
         ) from error

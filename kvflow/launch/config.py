@@ -253,7 +253,7 @@ class LaunchConfig:
     def costs(self) -> Costs:
         """What the choice of a way to transfer goes by: measured ones, or the defaults. Raises
         `PlanError` for a file of something else."""
-        return Costs.from_json(self.transfer_costs.read_text()) if self.transfer_costs else Costs()
+        return Costs.from_json(self.transfer_costs.read_bytes()) if self.transfer_costs else Costs()
 
     def vocab_size(self) -> int:
         """Token ids of the model are in [0, vocab_size)."""

@@ -61,12 +61,12 @@ class Costs:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Costs":
+    def from_json(cls, text: str | bytes) -> "Costs":
         """What `to_json` wrote. Raises `PlanError` for anything else."""
         try:
             said = json.loads(text)
             return cls(Rate(**said["wire"]), Rate(**said["copy"]), said["round_trip"])
-        except (ValueError, TypeError, KeyError) as e:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as e:
             raise PlanError(f"no costs: {type(e).__name__}: {e}") from e
 
 

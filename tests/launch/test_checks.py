@@ -119,12 +119,15 @@ def test_a_disk_tier_has_a_directory(tmp_path):
 
 def test_a_file_of_costs_holds_costs(tmp_path):
     path = tmp_path / "costs.json"
-    path.write_text("{}")
-    with pytest.raises(PlanError):
-        check_launch(config(transfer_costs=path))
+    for held in (b"{}", b"\xff", b"[" * 10**5):
+        path.write_bytes(held)
+        with pytest.raises(PlanError, match="no costs: "):
+            check_launch(config(transfer_costs=path))
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"model_type": "llama"}'])
+@pytest.mark.parametrize(
+    "content", [None, "{", "[]", "{}", '{"model_type": "llama"}', "[" * 10**5], ids=range(6)
+)
 def test_a_model_is_a_directory_with_a_config(content, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)

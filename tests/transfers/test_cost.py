@@ -296,11 +296,17 @@ def test_costs_survive_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"wire": 1}', Costs().to_json().replace("0.0006", "-1")]
+    "text",
+    [
+        *("", "[]", "{}", '{"wire": 1}', "[" * 10**5),
+        *(Costs().to_json().replace("0.0006", wrong) for wrong in ("-1", "9" * 400, "9" * 5000)),
+    ],
+    ids=range(8),
 )
 def test_a_file_of_something_else_is_refused(text: str) -> None:
-    with pytest.raises(PlanError):
-        Costs.from_json(text)
+    for held in (text, text.encode()):
+        with pytest.raises(PlanError, match="no costs: |must be seconds"):
+            Costs.from_json(held)
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
