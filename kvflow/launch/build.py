@@ -40,9 +40,8 @@ def prefill_rank(
     memory = PagedMemory(layout, cache, comm, config.access)
     runner = StepRunner(model, memory, comm, balanced_deal(config.prefill_homes), tp)
     verify = config.verify_transfers
-    stream_layers = config.stream_layers if config.streaming else 0
     mover = Mover(layout, cache.rank, num_blocks, endpoint, verify=verify)
-    return lambda: serve_prefill(runner, mover, mailbox, stream_layers), endpoint
+    return lambda: serve_prefill(runner, mover, mailbox, config.stream_layers), endpoint
 
 
 def decode_rank(

@@ -110,8 +110,29 @@ class LaunchConfig:
                 )
         if self.num_drafts > MAX_NUM_DRAFTS:
             raise LayoutError(f"num_drafts = {self.num_drafts}, must be at most {MAX_NUM_DRAFTS}")
+        if self.max_model_len < 2:
+            raise LayoutError(
+                f"max_model_len = {self.max_model_len}, must be at least 2: a token of a prompt "
+                f"and one that is generated"
+            )
+        if self.stream_layers and not self.streaming:
+            raise LayoutError(
+                f"stream_layers = {self.stream_layers} without streaming, must be 0: rows are read "
+                f"when a prompt is computed"
+            )
+        self._check_name()
         self._check_hisparse()
         self._check_costs()
+
+    def _check_name(self) -> None:
+        name = self.served_model_name or self.model.name
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise LayoutError(
+                f"served_model_name = {self.served_model_name!r} of model = {str(self.model)!r}, "
+                f"the name must be text of UTF-8: {error}"
+            ) from error
 
     def _check_hisparse(self) -> None:
         nbytes = self.hisparse_device_nbytes
@@ -248,7 +269,7 @@ class LaunchConfig:
     @property
     def decode_prefix(self) -> PrefixConfig:
         """Decode engines keep prefixes on their ranks alone."""
-        return PrefixConfig(self.prefix.enabled, self.unit_size)
+        return PrefixConfig(True, self.unit_size) if self.prefix.enabled else self.prefix
 
     def costs(self) -> Costs:
         """What the choice of a way to transfer goes by: measured ones, or the defaults. Raises

@@ -102,12 +102,13 @@ def prefill_options(draw, aim):
 def between(draw, aim, prefill_size):
     """What goes on between the engines."""
     most = 1 if aim == "crowd" else 3 if aim == "turns" and prefill_size <= 2 else 2
+    streaming = draw(st.booleans())
     return {
         "prefill_engines": draw(st.integers(1, most)) if prefill_size <= 3 else 1,
-        "streaming": draw(st.booleans()),
+        "streaming": streaming,
         "loans": draw(st.sampled_from([True, True, False])),
         "local_prefill_tokens": draw(st.sampled_from([0, 0, 8, 40])),
-        "stream_layers": draw(st.sampled_from([0, 0, 1, 2])),
+        "stream_layers": draw(st.sampled_from([0, 0, 1, 2])) if streaming else 0,
         "transfer": draw(st.sampled_from(["pull", "push"])),
     }
 

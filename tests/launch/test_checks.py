@@ -35,6 +35,13 @@ def model(directory, **changes):
         ({"num_drafts": 5}, "num_drafts = 5, must be at most 4"),
         ({"num_drafts": -1}, "num_drafts = -1, must be at least 0"),
         ({"hisparse_device_nbytes": 10**6}, "hisparse_device_nbytes = 1000000 without hisparse"),
+        ({"max_model_len": 1}, "max_model_len = 1, must be at least 2"),
+        (
+            {"streaming": False, "stream_layers": 2},
+            "stream_layers = 2 without streaming, must be 0",
+        ),
+        ({"served_model_name": "a\ud800"}, r"served_model_name = 'a\\ud800' .* text of UTF-8"),
+        ({"model": "b/a\udcff"}, r"model = 'b/a\\udcff', the name must be text of UTF-8"),
         (
             {"hisparse": True, "hisparse_device_nbytes": 0},
             "hisparse_device_nbytes = 0, must be at least 1",
@@ -52,7 +59,7 @@ def model(directory, **changes):
 )
 def test_values_that_are_wrong_for_every_model(changes, message):
     with pytest.raises(LayoutError, match=message):
-        LaunchConfig("model", **changes)
+        LaunchConfig(**{"model": "model"} | changes)
 
 
 @pytest.mark.parametrize("name", ["tp", "decode_tp"])

@@ -33,6 +33,10 @@ def test_sizes_are_gib():
     ("flags", "text"),
     [
         (["--no-enable-prefix-caching", "--host-tier-gib", "1"], "without prefix reuse"),
+        (
+            ["--no-enable-prefix-caching", "--prefix-block", "8"],
+            "block_size = 8 without prefix reuse, must be none",
+        ),
         (["--disk-tier-gib", "1"], "needs a directory"),
         (["--disk-tier-directory", "/tier", "--disk-tier-gib", "1"], "a host tier, is 0 bytes"),
         (["--disk-tier-directory", "/tier", "--host-tier-gib", "1"], "needs a size, is 0"),

@@ -15,7 +15,8 @@ class PrefixConfig:
     """`block_size` is the granularity of hits in tokens, by default the prefill block's. A host
     tier of `host_nbytes` bytes and a disk tier of `disk_nbytes` bytes under `disk_directory`
     exist if their sizes are above 0; files go through the host tier's memory. Raises
-    `LayoutError` for a tier that lacks what it needs, and for a directory that is none."""
+    `LayoutError` for a tier that lacks what it needs, a directory that is none, and a `block_size`
+    of what is not reused."""
 
     enabled: bool = True
     block_size: int | None = field(
@@ -26,6 +27,11 @@ class PrefixConfig:
     disk_nbytes: int = field(default=0, converter=integer, validator=not_negative)
 
     def __attrs_post_init__(self) -> None:
+        if self.block_size and not self.enabled:
+            raise LayoutError(
+                f"block_size = {self.block_size} without prefix reuse, must be none: nothing is "
+                f"reused"
+            )
         if self.host_nbytes and not self.enabled:
             raise LayoutError("a host tier without prefix reuse: nothing would be read from it")
         if self.disk_nbytes and self.disk_directory is None:
