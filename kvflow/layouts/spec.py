@@ -1,6 +1,6 @@
 """KVCacheSpec: which components a model caches, in which records."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -52,6 +52,11 @@ def _content(content: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     return pairs
 
 
+def _check_once(what: str, names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise LayoutError(f"{what} named twice: {sorted({n for n in names if names.count(n) > 1})}")
+
+
 @frozen
 class KVCacheSpec:
     """The components of a model, in layer order, and what their bytes mean.
@@ -68,12 +73,10 @@ class KVCacheSpec:
     content: tuple[tuple[str, str], ...] = field(default=(), converter=_content)
 
     def __attrs_post_init__(self) -> None:
-        names = [c.name for c in self.components]
-        if len(set(names)) != len(names):
-            twice = sorted({n for n in names if names.count(n) > 1})
-            raise LayoutError(f"components named twice: {twice}")
-        if len(dict(self.content)) != len(self.content):
-            raise LayoutError(f"content fields named twice: {[key for key, _ in self.content]}")
+        if not self.components:
+            raise LayoutError("a spec has 0 components, must have at least 1")
+        _check_once("components", [c.name for c in self.components])
+        _check_once("content fields", [key for key, _ in self.content])
 
     @cached_property
     def _by_name(self) -> Mapping[str, Component]:

@@ -112,7 +112,15 @@ def test_a_spec_refuses_names_twice_and_unknown_ones() -> None:
         KVCacheSpec((component, Component("indexer", 0, component.record), component))
     with pytest.raises(LayoutError, match=r"no component 'x'; the spec has \['latent.0'\]"):
         KVCacheSpec((component,))["x"]
+    with pytest.raises(LayoutError, match=r"content fields named twice: \['b'\]"):
+        KVCacheSpec((component,), (("a", "1"), ("b", "1"), ("b", "2")))
     assert component.part == "main"
+
+
+def test_a_spec_holds_something() -> None:
+    """The language has no word for nothing."""
+    with pytest.raises(LayoutError, match="has 0 components, must have at least 1"):
+        KVCacheSpec(())
 
 
 def test_fault_c02_page_bytes_do_not_depend_on_the_parallel_configuration() -> None:

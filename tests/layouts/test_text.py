@@ -236,6 +236,18 @@ def test_golden_values() -> None:
         ('dcp8 paged(4) tiny content(a="\\x")', '"\\x"', 30, "a text in quotes"),
         ('dcp8 paged(4) tiny content(a="x)', '"x)', 30, "a closing quote"),
         ("dcp8 paged(4) tiny content(a=b) content(c=d)", "content(c=d)", 33, "content(...) once"),
+        (
+            "dcp8 paged(4) tiny content(a=b,a=c)",
+            "content(a=b,a=c)",
+            20,
+            "a lawful content, but content fields named twice: ['a']",
+        ),
+        (
+            "dcp8 paged(4) tiny content(e4m3=x,a=b)",
+            "content(e4m3=x,a=b)",
+            20,
+            "a lawful content, but content fields named twice: ['e4m3']",
+        ),
         ("dcp4 paged(4) tiny stages(all on)", "all on", 27, "components on ranks"),
         ("dcp4 paged(4) tiny heads(0|1)", "dcp4", 1, "head_ranks must place every rank once"),
         ("dcp4 paged(4) {latent.0}", "latent.0", 16, "components as kind.layers:record"),

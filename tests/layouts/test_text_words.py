@@ -348,6 +348,8 @@ def test_specs_are_written_as_they_are_read(text: str) -> None:
         (parse_spec, "{latent.0:bf16} contents(a=b)", "content(key=value,...)"),
         (parse_spec, "{latent.0:bf16} content", "content(key=value,...)"),
         (parse_spec, "tiny content(a=b=c)", "key=value"),
+        (parse_spec, "tiny content(a=b) content(a=c)", "a lawful content, but content fields"),
+        (parse_spec, "{}", "components as kind.layers:record"),
     ],
 )
 def test_specs_that_are_none(read: Callable[[str], object], text: str, said: str) -> None:

@@ -4,6 +4,8 @@ import json
 import re
 from typing import Any, get_args
 
+from attrs import evolve
+
 from kvflow.errors import LayoutError
 from kvflow.layouts.layout import CacheGroup, KVLayout, Stage
 from kvflow.layouts.spec import Kind, KVCacheSpec
@@ -54,8 +56,7 @@ def parse_layout(text: str, spec: KVCacheSpec | None = None) -> KVLayout:
     if spec is None:
         words[-1].fail(f"to be followed by {EXPECTED}")
     if "content" in extents:
-        own = read_content(extents["content"])
-        spec = KVCacheSpec(spec.components, with_content(spec.content, own))
+        spec = _extended(spec, extents["content"])
     members = tuple(_read_group(spec, *group, len(groups) == 1) for group in groups)
     try:
         return KVLayout(spec, placement, members, **_read_extents(spec, extents))
@@ -74,8 +75,17 @@ def parse_spec(text: str) -> KVCacheSpec:
     words = words_of(text)
     spec = read_spec(words[0])
     for word in words[1:]:
-        spec = KVCacheSpec(spec.components, with_content(spec.content, read_content(word)))
+        spec = _extended(spec, word)
     return spec
+
+
+def _extended(spec: KVCacheSpec, word: Word) -> KVCacheSpec:
+    """The spec with the content that a word says besides."""
+    content = with_content(spec.content, read_content(word))
+    try:
+        return evolve(spec, content=content)
+    except LayoutError as error:
+        word.fail(f"a lawful content, but {error}")
 
 
 def parse_members(text: str, spec: KVCacheSpec) -> tuple[str, ...]:

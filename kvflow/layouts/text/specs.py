@@ -222,8 +222,8 @@ def format_spec(spec: KVCacheSpec) -> list[str]:
 
 def _named(spec: KVCacheSpec) -> Iterator[tuple[str, KVCacheSpec]]:
     """Names that a spec might have, with what each of them means."""
-    first = spec.components[0] if spec.components else None
-    if first is not None and [f.name for f in first.record.fields] == ["key"] == [first.kind]:
+    first = spec.components[0]
+    if [f.name for f in first.record.fields] == ["key"] == [first.kind]:
         (field,), order = first.record.fields, order_text(first.record)
         numbers = (len(spec.components) // 2, field.num_heads, field.num_elements)
         usual = "" if order == "row" else f"[{order}]"
