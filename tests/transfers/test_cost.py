@@ -305,7 +305,7 @@ def test_costs_survive_a_file() -> None:
 )
 def test_a_file_of_something_else_is_refused(text: str) -> None:
     for held in (text, text.encode()):
-        with pytest.raises(PlanError, match="no costs: |must be seconds"):
+        with pytest.raises(PlanError, match=r"no costs: |must be seconds"):
             Costs.from_json(held)
 
 

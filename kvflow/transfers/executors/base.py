@@ -19,6 +19,7 @@ from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.memory import MemoryOrder
 from kvflow.layouts.record import Record
 from kvflow.transfers.lower import BoundPlan, PageGeometry
+from kvflow.transfers.plan import Plan
 
 
 @frozen(eq=False)
@@ -125,18 +126,22 @@ def check_caches(
     """Raises `PlanError` unless every rank that the plan reads or writes has a cache of its own,
     with pages of each component of the record, as large and as many as layout and binding say."""
     require_caches(bound, sources, targets)
-    check_pages_of(bound, sources, targets)
+    check_pages_of(bound.plan, bound.src, bound.dst, sources, targets)
 
 
 def check_pages_of(
-    bound: BoundPlan, sources: Mapping[int, RankCache], targets: Mapping[int, RankCache]
+    plan: Plan,
+    src: Binding,
+    dst: Binding,
+    sources: Mapping[int, RankCache],
+    targets: Mapping[int, RankCache],
 ) -> None:
     """`check_pages` of the ranks that the plan reads or writes, as far as they have a cache."""
-    for part in bound.plan.parts:
+    for part in plan.parts:
         for side, binding, group, caches, ranks in (
-            ("source", bound.src, part.src_group, sources, part.runs.src_rank),
-            ("target", bound.dst, part.dst_group, targets, part.runs.dst_rank),
-            ("target", bound.dst, part.dst_group, targets, part.copies.dst_rank),
+            ("source", src, part.src_group, sources, part.runs.src_rank),
+            ("target", dst, part.dst_group, targets, part.runs.dst_rank),
+            ("target", dst, part.dst_group, targets, part.copies.dst_rank),
         ):
             for rank in map(int, np.unique(ranks)):
                 for name in part.components if rank in caches else ():
@@ -156,13 +161,19 @@ def check_pages(
             f"{component} has {view.num_blocks if view else 0} blocks in the cache of {whose}, the "
             f"binding needs {need}"
         )
-    size = binding.layout.group(group).paging.block_size
+    check_form(view, binding.layout, component, whose, rank)
+
+
+def check_form(view: PageView, layout: KVLayout, component: str, whose: str, rank: int) -> None:
+    """Raises `PlanError` unless pages are those of a component of the layout: of the rank's record
+    and the size of the group's."""
+    size = layout.group_of(component).paging.block_size
     if view.block_size != size:
         raise PlanError(
             f"{component} has pages of {view.block_size} in the cache of {whose}, the layout's "
             f"have {size}"
         )
-    if view.record != (record := _records(binding.layout, rank).get(component)):
+    if view.record != (record := _records(layout, rank).get(component)):
         raise PlanError(
             f"{component} has records {view.record} in the cache of {whose}, the layout's are "
             f"{record}"

@@ -13,7 +13,7 @@ from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.mesh import Placement
 from kvflow.layouts.paging import Dense, slots_of
 from kvflow.layouts.sharding import Ints, Replicated
-from kvflow.transfers.executors.base import RankCache
+from kvflow.transfers.executors.base import RankCache, check_pages
 from kvflow.transfers.executors.collective import GatherSchedule, gather_schedule
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.operators.protocol import (
@@ -86,6 +86,9 @@ class AllGather(Operator):
     def execute(self, bound: BoundPlan, sources: Caches, targets: Caches) -> None:
         check_bound(self, bound)
         rank = self.comm.rank
+        for part, name in ((p, name) for p in bound.plan.parts for name in p.components):
+            check_pages(sources[rank], bound.src, part.src_group, name, f"source rank {rank}", rank)
+            check_pages(targets[rank], bound.dst, part.dst_group, name, f"target rank {rank}", rank)
         for part in bound.plan.parts:
             schedule = self._schedule(part.start, part.stop)
             src_slots = _slots(bound.src, part.src_group, schedule.send[rank][1])

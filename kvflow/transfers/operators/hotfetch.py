@@ -16,7 +16,7 @@ from kvflow.layouts.paging import PADDING_SLOT, kernel_slots
 from kvflow.layouts.sharding import Ints, IntsLike, frozen_ints
 from kvflow.layouts.spec import KVCacheSpec
 from kvflow.layouts.values import names
-from kvflow.transfers.executors.base import RankCache
+from kvflow.transfers.executors.base import RankCache, check_form
 from kvflow.transfers.operators.difference import first_difference
 from kvflow.transfers.operators.protocol import check_sides
 
@@ -130,8 +130,9 @@ class HotFetch:
     ) -> FetchReport:
         """Fetches for several requests in one go. `source` and `target` are one rank's; lanes of
         positions that another rank owns are left to it. Raises before a byte moves: `PlanError`
-        for caches of two ranks or without a component, a request of another layout or positions it
-        does not hold, `LayoutError` for a slot outside the buffer or one that two lanes name."""
+        for caches of two ranks, without a component or of other pages than the layout's, a request
+        of another layout or positions it does not hold, `LayoutError` for a slot outside the buffer
+        or one that two lanes name."""
         host, device = self._checked(misses, source, target)
         _check_once("hot", device.ids)
         return self._copy(host, device, source, target, back=False)
@@ -150,9 +151,14 @@ class HotFetch:
     ) -> tuple[HostSlots, DeviceSlots]:
         if source.rank != target.rank:
             raise PlanError(f"host cache of rank {source.rank}, hot buffer of {target.rank}")
-        for side, cache in (("host cache", source), ("hot buffer", target)):
+        for side, layout, cache in (
+            ("host cache", self.source, source),
+            ("hot buffer", self.target, target),
+        ):
             if missing := sorted(set(self.components) - set(cache.pages)):
                 raise PlanError(f"the {side} of rank {cache.rank} has no pages of {missing}")
+            for name in self.components:
+                check_form(cache.pages[name], layout, name, f"the {side}", cache.rank)
         host, device = self._slots(misses, source.rank)
         if device.ids.size:
             last = int(device.ids.max())
@@ -177,7 +183,7 @@ class HotFetch:
             rows = gather_rows(read, at.to(read.memory.device))
             device_of = write.memory.device
             scatter_rows(write, to.to(device_of), rows.to(device_of), check_unique=False)
-        row = sum(self.source.local_record(c, source.rank).nbytes for c in self.components)
+        row = sum(source.pages[c].record.nbytes for c in self.components)
         return FetchReport(len(host.ids) * len(self.components), len(host.ids) * row)
 
     def _slots(self, misses: Sequence[Misses], rank: int) -> tuple[HostSlots, DeviceSlots]:

@@ -52,7 +52,8 @@ class RankLocal:
             if src_rank != dst_rank:
                 raise PlanError(f"the plan moves from rank {src_rank} to rank {dst_rank}")
         here = set(sources) & set(targets)
-        check_pages_of(bound, *({r: side[r] for r in here} for side in (sources, targets)))
+        mine = ({r: side[r] for r in here} for side in (sources, targets))
+        check_pages_of(bound.plan, bound.src, bound.dst, *mine)
         for rank in here:
             for part, _, runs in bound.links_to(rank):
                 move_link(runs, part.components, sources[rank].pages, targets[rank].pages)

@@ -22,7 +22,7 @@ from kvflow.layouts.identity import FORMAT
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.record import Record
 from kvflow.layouts.spec import Component, KVCacheSpec
-from kvflow.transfers.executors.base import require_caches
+from kvflow.transfers.executors.base import check_pages_of, require_caches
 from kvflow.transfers.lower import BoundPlan
 from kvflow.transfers.operators.protocol import Caches, Operator, check_bound, check_claims
 from kvflow.transfers.operators.reassemble import copy_on_hosts
@@ -103,6 +103,8 @@ class _Convert(Operator):
     def execute(self, bound: BoundPlan, sources: Caches, targets: Caches) -> None:
         check_bound(self, bound)
         require_caches(bound, sources, targets)
+        written = evolve(bound.dst, layout=self.target)
+        check_pages_of(bound.plan, bound.src, written, sources, targets)
         for dst_rank, target in targets.items():
             for part, src_rank, runs in bound.links_to(dst_rank):
                 src, dst = (torch.from_numpy(slots) for slots in runs.expand())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stages import CONFIG, SPEC, bound_to, gather_cases
 
 from kvflow.comm import Comm, LocalComm, ThreadComm, ThreadGroup, run_ranks
-from kvflow.errors import LayoutError
+from kvflow.errors import LayoutError, PlanError
 from kvflow.kernels.codec import decode_latent, encode_latent
 from kvflow.layouts.chunks import BalancedChunks
 from kvflow.layouts.layout import KVLayout
@@ -203,3 +203,20 @@ def test_all_gather_refuses_ranks_that_hold_some_heads_only() -> None:
     AllGather(src, dst, comm)
     with pytest.raises(LayoutError, match=r"key\.0: AllGather moves whole rows"):
         AllGather(src, evolve(dst, head_ranks=((0,), (1,))), comm)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_gathered_between_pages_of_another_layout(rank: int) -> None:
+    """Rank 1 has no tokens."""
+    case = gather_pair(2, RoundRobin(2, 4), 3)
+    stage = AllGather(case.src.layout, case.dst.layout, ThreadComm(ThreadGroup(2), rank))
+    bound = bind(stage, case.src, case.dst, case.tokens)
+    good = [RankCache.allocate(b.layout, rank, b.num_blocks, 7) for b in (case.src, case.dst)]
+    for side, size, other in ((0, 4, 8), (1, 8, 4)):
+        layout = bound.plan.src if side == 0 else bound.plan.dst
+        wrong = KVLayout.uniform(SPEC, layout.placement, Paged(other))
+        caches = list(good)
+        caches[side] = RankCache.allocate(wrong, rank, {"kv": 64})
+        with pytest.raises(PlanError, match=f"pages of {other} .*the layout's have {size}"):
+            stage.execute(bound, *({rank: cache} for cache in caches))
+    assert all(bool((view.memory == 7).all()) for view in good[1].pages.values())

@@ -268,6 +268,23 @@ def test_nothing_moves_if_anything_is_wrong() -> None:
     assert all(bool((view.memory == 2).all()) for view in hot.pages.values())
 
 
+def test_nothing_moves_between_pages_of_another_layout() -> None:
+    stage = pools(host_block=4)
+    host, hot = caches(stage)
+    spec = latents_of(KVCacheSpec.from_config(CONFIG | {"kv_lora_rank": 130}))
+    wide = KVLayout.uniform(spec, stage.source.placement, Pool(4))
+    one = Misses(request(stage, [3], 4), [0], DeviceSlots([1]))
+    for move in (stage.execute, stage.mirror):
+        with pytest.raises(PlanError, match=r"has pages of 8 .* host cache, the layout's have 4"):
+            move([one], caches(pools(host_block=8))[0], hot)
+        with pytest.raises(PlanError, match=r"has pages of 2 .* hot buffer, the layout's have 1"):
+            move([one], host, caches(pools(hot_block=2))[1])
+        with pytest.raises(PlanError, match=r"latent\.0 has records .* the layout's are"):
+            move([one], RankCache.allocate(wide, 0, {"kv": 64}), hot)
+    assert all(bool((view.memory == 1).all()) for view in host.pages.values())
+    assert all(bool((view.memory == 2).all()) for view in hot.pages.values())
+
+
 def test_sides_that_do_not_fit_are_refused_at_construction() -> None:
     good = pools()
     dealt = pools(RoundRobin(2))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stages import CONFIG, bound_to
 
-from kvflow.errors import ContentMismatch, LayoutError
+from kvflow.errors import ContentMismatch, LayoutError, PlanError
 from kvflow.kernels.codec import decode_index_key, decode_latent
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.mesh import Placement
@@ -23,7 +23,7 @@ from kvflow.testing import (
     token_ranges,
 )
 from kvflow.transfers.executors.base import RankCache
-from kvflow.transfers.operators import Dequantize, Pipeline, Quantize
+from kvflow.transfers.operators import Dequantize, Pipeline, Quantize, bind
 
 WIDE = CONFIG | {"kv_lora_rank": 130, "qk_rope_head_dim": 2}
 
@@ -185,3 +185,27 @@ def test_claims_limit_what_is_converted() -> None:
     tags = ConversionTags(stage, 3)
     sides = [bound_to(side, 9) for side in (stage.source, stage.target)]
     check_operator(stage, *sides, (0, 9), held=tags.held, wanted=tags.wanted)
+
+
+def test_nothing_is_converted_between_pages_of_another_layout() -> None:
+    stage = Quantize(dealt(spec_of("float32")), whole(spec_of("fp8")))
+    src, dst = bound_to(stage.source, 9), bound_to(stage.target, 9)
+    bound = bind(stage, src, dst, (0, 9))
+
+    def caches(layout: KVLayout, fill: int = 0) -> dict[int, RankCache]:
+        return {r: RankCache.allocate(layout, r, {"kv": 64}, fill) for r in layout.ranks}
+
+    sources, targets = caches(stage.source), caches(stage.target, 7)
+    narrow = KVLayout.uniform(spec_of("float32"), stage.source.placement, Paged(2))
+    for wrong, message in [
+        (
+            (caches(narrow), targets),
+            "pages of 2 in the cache of source rank 0, the layout's have 4",
+        ),
+        ((caches(dealt(spec_of("float64"))), targets), "records .* source rank 0, the layout's"),
+        ((sources, caches(whole(spec_of("fp8"), 4))), "pages of 4 .* target rank 0, .* have 8"),
+        ((sources, caches(whole(spec_of("float32")))), "records .* target rank 0, the layout's"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            stage.execute(bound, *wrong)
+    assert all(bool((view.memory == 7).all()) for view in targets[0].pages.values())
