@@ -5,10 +5,10 @@
 Both compute in float32 with the same number of torch threads and take turns in every round, so a
 ratio is the median of ratios within rounds. kvflow's side is the engines' `StepRunner` over pages
 of 64 tokens, without a cache for the MTP layer, as transformers has none; ``--mtp`` fills one too.
-Decoding is greedy and ignores the end token; the tokens of both sides are compared. Times are of the process's
-CPU, which other processes on the machine stretch less than they do wall time; ``--wall`` takes
-that. Apart from model time stand a step's scheduling and planning: the deal and the plan of the
-step, opening the cache, host-side rows and block tables, and taking the tokens.
+Decoding is greedy and ignores the end token; the tokens of both sides are compared. Times are of
+the process's CPU, which other processes on the machine stretch less than they do wall time;
+``--wall`` takes that. Apart from model time stand a step's scheduling and planning: the deal and
+the plan of the step, opening the cache, host-side rows and block tables, and taking the tokens.
 """
 
 import argparse

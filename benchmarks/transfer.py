@@ -5,6 +5,10 @@ counts are ratios of medians. Caches are filled and touched, connections and lis
 tables are random permutations. Digests are compared once, before anything is timed.
 
     python benchmarks/transfer.py --tokens 5120 --rounds 9
+    python benchmarks/transfer.py --cases 2 3 --worlds 5 --skip-naive
+
+The second compares cases with each other: each has a world of processes of its own, and worlds of
+one case differ by more than its rounds do, so cases take turns in several.
 """
 
 from kvflow.transfers.executors.nixl import NixlEndpoint, settle_environment
@@ -180,9 +184,10 @@ def methods_of(args: argparse.Namespace, raw: Raw, case: Case, target: Target) -
     return methods
 
 
-def show(seconds: dict[str, list[tuple[float, float]]], nbytes: int) -> None:
-    """Medians; ratios are medians of each round's ratio to the bulk READ of the same round. CPU is
-    that of this process, all threads."""
+def show(seconds: dict[str, list[tuple[float, float]]], nbytes: int) -> dict[str, float]:
+    """Medians; ratios are medians of each round's ratio to the bulk READ of the same round, which
+    are returned. CPU is that of this process, all threads."""
+    found = {}
     print(
         f"{'method':18} {'ms':>8} {'GB/s':>6} {'of READ':>8} {'of memcpy':>10} {'cpu ms':>7} best"
     )
@@ -196,10 +201,13 @@ def show(seconds: dict[str, list[tuple[float, float]]], nbytes: int) -> None:
             f"{name:18} {wall * 1e3:8.1f} {nbytes / wall / 1e9:6.2f} {ratios[0]:8.2f} "
             f"{ratios[1]:10.2f} {cpu * 1e3:7.1f} {min(some)[0] * 1e3:6.1f}"
         )
+        found[name] = ratios[0]
+    return found
 
 
-def run(args: argparse.Namespace, case: Case) -> None:
-    """One case in a world of its own: endpoints of other cases would poll beside it."""
+def run(args: argparse.Namespace, case: Case) -> float:
+    """One case in a world of its own: endpoints of other cases would poll beside it. Returns what
+    the pull reaches of the bulk READ."""
     key, context = secrets.token_bytes(32), mp.get_context("spawn")
     here, there = context.Pipe()
     child = context.Process(target=source, args=(there, args, case, key))
@@ -217,11 +225,12 @@ def run(args: argparse.Namespace, case: Case) -> None:
         f"W={W} -> 1, {nbytes / MIB:.0f} MiB, {args.tokens} tokens, {len(target.cache.pages)} "
         f"components, median of {args.rounds}, load {load:.1f} -> {os.getloadavg()[0]:.1f}"
     )
-    show(seconds, nbytes)
+    found = show(seconds, nbytes)
     target.endpoint.close()
     raw.agent.close()
     here.send(None)
     child.join()
+    return found[f"pull {case}"]
 
 
 def main() -> None:
@@ -231,10 +240,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--each", action="store_true", help="also every forced strategy")
     parser.add_argument("--skip-naive", action="store_true")
+    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)))
+    parser.add_argument("--worlds", type=int, default=1, help="of every case, in turn")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for case in CASES:
-        run(args, case)
+    found: dict[Case, list[float]] = {CASES[i]: [] for i in args.cases}
+    for _ in range(args.worlds):
+        for case, ratios in found.items():
+            ratios.append(run(args, case))
+    for case, ratios in found.items() if args.worlds > 1 else ():
+        each = " ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"{case}: {statistics.median(ratios):.2f} of the bulk READ, by world {each}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ class Draws:
     """How each row of a step's logits becomes a token. Rows not in `drawn` (int64 ``[d]``) are
     greedy; `temperature`, `top_p` and `uniforms` float64 ``[d, 1]`` are of those that are."""
 
-    num_rows: int
     drawn: Tensor
     temperature: Tensor
     top_p: Tensor
@@ -50,7 +49,7 @@ class Draws:
             for i in drawn
         ]
         columns = torch.tensor(numbers, dtype=torch.float64).view(-1, 3, 1).unbind(1)
-        return cls(len(rows), torch.tensor(drawn, dtype=torch.int64), *columns)
+        return cls(torch.tensor(drawn, dtype=torch.int64), *columns)
 
 
 def choose(logits: Tensor, draws: Draws) -> Tensor:
@@ -60,15 +59,14 @@ def choose(logits: Tensor, draws: Draws) -> Tensor:
     uniform number is inverted through the cumulative distribution over the nucleus: the smallest
     set of most likely tokens whose mass reaches `top_p` (ids break ties). A row with a NaN or an
     infinity becomes `vocab`, which is no token."""
-    scores = logits.detach().to(torch.float64)
-    vocab = scores.shape[1]
-    best = scores.amax(1, keepdim=True)
-    ids = torch.arange(vocab, device=scores.device)
-    tokens = torch.where(scores == best, ids, vocab).amin(1)
+    scores = logits.detach()
+    tokens = scores.argmax(1)
     if len(draws.drawn):
-        rows = scores.index_select(0, draws.drawn) - best.index_select(0, draws.drawn)
-        tokens.index_copy_(0, draws.drawn, _draw(rows / draws.temperature, draws))
-    return torch.where(scores.isfinite().all(1), tokens, vocab)
+        rows = scores.index_select(0, draws.drawn).to(torch.float64)
+        rows = (rows - rows.amax(1, keepdim=True)) / draws.temperature
+        tokens.index_copy_(0, draws.drawn, _draw(rows, draws))
+    least, most = scores.aminmax(dim=1)
+    return torch.where(least.isfinite() & most.isfinite(), tokens, scores.shape[1])
 
 
 def _draw(scores: Tensor, draws: Draws) -> Tensor:
