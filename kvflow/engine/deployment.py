@@ -225,9 +225,8 @@ class Deployment:
                 raise KvflowError(f"rank {name!r} is ready a second time")
 
     def _decode_failed(self, message: RequestFailed) -> None:
-        live = self.journeys.live.get(message.request_id)
-        if message.is_spoilt and live is not None and self._tier_lender is not None:
-            self._tier_lender.forget(live.work)
+        if message.spoilt and self._tier_lender is not None:
+            self._tier_lender.forget(message.spoilt, message.salt)
             for engine in self.prefills.values():
                 self.routing.prefill_changed(engine)
         self.journeys.decoded_event(message.request_id, message)

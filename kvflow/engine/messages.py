@@ -152,11 +152,13 @@ class Generated(Struct, frozen=True, tag=True):
 
 class RequestFailed(Struct, frozen=True, tag=True):
     """From a decode rank: the request ended without a result; its blocks are free again.
-    `is_spoilt`: there is no telling whether the rows of its prompt are what they should be."""
+    `spoilt`: its tokens, if there is no telling whether their rows, which tiers hold under `salt`,
+    are what they should be."""
 
     request_id: str
     error: str
-    is_spoilt: bool = False
+    spoilt: list[int] = []
+    salt: str | None = None
 
 
 class Gauges(Struct, frozen=True, tag=True):

@@ -141,7 +141,7 @@ FROM_RANK = {
     UnitsRead: (names,),
     Generated: (names, sampled, st.none() | st.sampled_from(["stop", "length"]), places),
     TransferEnded: (names, names, st.lists(rank), *ended, places),
-    RequestFailed: (names, names, st.booleans()),
+    RequestFailed: (names, names, ids, salts),
     Lent: (names, tables, places),
     KVChanged: (events,),
     Gauges: (numbers, numbers),

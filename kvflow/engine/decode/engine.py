@@ -296,8 +296,9 @@ class DecodeEngine:
             if reason is not None:
                 return
         if failed is not None:
-            spoilt = work.has_restored or not work.num_generated
-            self.mailbox.send(RequestFailed(work.request_id, failed, spoilt))
+            spoilt = work.tokens if work.has_restored or not work.num_generated else []
+            salt = work.admit.salt
+            self.mailbox.send(RequestFailed(work.request_id, failed, list(spoilt), salt))
             self.kv.forget(work)
             self._leave(work)
 

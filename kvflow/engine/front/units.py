@@ -1,11 +1,11 @@
 """TierLender: units of the host tiers that a front keeps for decode engines to read."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 
 from attrs import define, field
 
-from kvflow.engine.api import Request
 from kvflow.engine.mailbox import Hub
 from kvflow.engine.messages import AskUnits, Units, UnitsRead
 from kvflow.engine.prefix.hashes import PrefixHasher
@@ -49,9 +49,9 @@ class TierLender:
         if (tiers := self._lent.pop(message.request_id, None)) is not None:
             tiers.end_loan(message.request_id)
 
-    def forget(self, request: Request) -> None:
-        """No tier knows a block of a prompt any more: who has read them has failed."""
-        chain = self.hasher.chain(request.prompt, request.cache_salt)
+    def forget(self, tokens: Sequence[int], salt: str | None) -> None:
+        """No tier knows a block of the tokens any more: who has read them has failed."""
+        chain = self.hasher.chain(tokens, salt)
         for tiers in self.tiers:
             tiers.forget(chain)
 

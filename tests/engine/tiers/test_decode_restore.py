@@ -8,10 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from engine_world import collect, config, greedy, one_rank_tokens, request, until, world
 from prefix_world import reference_rows
 from test_tier_engine import host_nbytes
 
+from kvflow.engine.messages import RequestFailed
 from kvflow.engine.prefix.config import PrefixConfig
 from kvflow.engine.tiers.memory import UnitMemory
 from kvflow.engine.tiers.rows import UnitPort
@@ -218,5 +220,25 @@ def test_units_of_which_a_request_fails_are_forgotten():
             engine = deployment.prefill
             assert engine.tiers.match(engine.kv.of(bad).chain, 0, 40) is None
             await asked(deployment, again)
+
+    asyncio.run(run())
+
+
+def test_what_spoilt_a_request_whose_client_has_left_is_forgotten():
+    """Those of its own tokens, of which the prompt is a part only."""
+    first = request("a", words(1, 43), greedy(6))
+    salted = evolve(request("b", words(2, 43), greedy(6)), cache_salt="x")
+    failed = RequestFailed("gone", "why", [*first.prompt[:41], *words(3, 4)])
+
+    async def run():
+        async with world(launch()) as deployment:
+            kv, tiers = deployment.prefill.kv, deployment.prefill.tiers
+            await asked(deployment, first)
+            await asked(deployment, salted)
+            deployment._handle("decode-0", failed)
+            assert tiers.match(kv.of(first).chain, 0, 40) is None
+            assert tiers.match(kv.of(salted).chain, 0, 40) is not None
+            deployment._handle("decode-0", RequestFailed("gone", "why", list(salted.prompt), "x"))
+            assert tiers.match(kv.of(salted).chain, 0, 40) is None
 
     asyncio.run(run())
