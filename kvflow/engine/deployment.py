@@ -95,8 +95,8 @@ class Deployment:
     # --- life
 
     async def start(self, timeout: float = 60.0) -> None:
-        """Waits until every rank is ready and connects the engines. Raises `KvflowError` if a rank
-        fails, is late, or ranks of one engine disagree."""
+        """Waits until every rank is ready and the engines are connected. Raises `KvflowError` if a
+        rank fails, is late, or ranks of one engine disagree."""
         roster = self._roster
         await roster.gather(timeout)
         layouts = {engine: roster.layout(engine) for engine in roster.engines}
@@ -125,8 +125,7 @@ class Deployment:
             self.eos_ids,
             self.options.streaming,
         )
-        for reader, source in self._readers():
-            roster.connect(reader, source)
+        await roster.connect(self._readers(), timeout, self._handle)
         self._reader = asyncio.create_task(self._read())
 
     def _attach_tiers(self) -> None:

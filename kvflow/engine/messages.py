@@ -14,6 +14,7 @@ from kvflow.engine.row_messages import (
     AskLoan,
     AskPush,
     Connect,
+    Connected,
     EndLoan,
     Lend,
     Lent,
@@ -48,6 +49,7 @@ __all__ = [
     "AttachTier",
     "BlockCopy",
     "Connect",
+    "Connected",
     "EndLoan",
     "ForgetPrefixes",
     "FromRank",
@@ -199,6 +201,7 @@ ToRank = (
 )
 FromRank = (
     Ready
+    | Connected
     | StepDone
     | LayersDone
     | RowsPulled

@@ -26,6 +26,12 @@ class Connect(Struct, frozen=True, tag=True):
     exports: dict[int, bytes]
 
 
+class Connected(Struct, frozen=True, tag=True):
+    """From a rank, for its group: all ranks of an engine can be reached."""
+
+    engine: str
+
+
 class PullRows(Struct, frozen=True, tag=True):
     """To a rank: bring the positions [start, stop) of a request from a source into these blocks,
     of these components; of none named, of all."""

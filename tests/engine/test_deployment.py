@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import msgspec
 import pytest
@@ -22,8 +23,11 @@ from engine_world import (
 
 from kvflow.engine.api import InvalidRequest, Overloaded
 from kvflow.engine.decode.worker import DecodeWorker
-from kvflow.engine.messages import Admit, TransferEnded
-from kvflow.errors import KvflowError
+from kvflow.engine.front.roster import Roster
+from kvflow.engine.mailbox import ThreadHub
+from kvflow.engine.messages import Admit, Connected, Gauges, Ready, TransferEnded
+from kvflow.engine.moves import Mover
+from kvflow.errors import KvflowError, TransferError
 
 IDS = tuple(range(3, 43))
 
@@ -300,6 +304,59 @@ def test_overload_is_said_and_passes():
                 await _cancelled(task)
             await assert_idle(deployment, blocks(launch))
             assert len(await collect(deployment, request("late", IDS))) == 4
+
+    asyncio.run(run())
+
+
+# --- the start
+
+
+def test_engines_are_connected_when_a_deployment_has_started(monkeypatch):
+    """Of two groups of two decode ranks each reaches the other and the prefill engine; each of the
+    two prefill ranks reaches both groups."""
+    connect, reached = Mover.connect, []
+
+    def slow(mover, message):
+        time.sleep(0.1)
+        connect(mover, message)
+        reached.append(message.engine)
+
+    async def run():
+        async with world(config(pcp=2, decode_ranks=2, decode_dcp=2)):
+            assert sorted(reached) == ["decode-0"] * 4 + ["decode-1"] * 4 + ["prefill-0"] * 4
+
+    monkeypatch.setattr(Mover, "connect", slow)
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("engine", ["prefill-0", "decode-0"])
+def test_a_rank_that_cannot_connect_ends_the_start(engine, monkeypatch):
+    def fail(mover, message):
+        if message.engine == engine:
+            raise TransferError("nobody answers")
+
+    async def run():
+        with pytest.raises(KvflowError, match=r"^rank '.*' failed: TransferError: nobody answers"):
+            async with world(config()):
+                pass
+
+    monkeypatch.setattr(Mover, "connect", fail)
+    asyncio.run(run())
+
+
+def test_ranks_that_do_not_connect_in_time_are_named():
+    async def run():
+        hub, heard = ThreadHub(), []
+        roster = Roster(hub, {"p": ["p"]}, ["d", "e"])
+        roster.ready = {name: Ready({}, {}, name, {}) for name in "pde"}
+        boxes = {name: hub.mailbox(name) for name in "pde"}
+        boxes["d"].send(Gauges({"a": 1.0}))
+        boxes["d"].send(Connected("p"))
+        late = r"^not every rank was connected within 0.05 s: \[\('e', 'p'\)\]$"
+        with pytest.raises(KvflowError, match=late):
+            await roster.connect([("d", "p"), ("e", "p")], 0.05, lambda *one: heard.append(one))
+        assert heard == [("d", Gauges({"a": 1.0}))]
+        hub.close()
 
     asyncio.run(run())
 

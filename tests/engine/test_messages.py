@@ -19,6 +19,7 @@ from kvflow.engine.messages import (
     AskUnits,
     AttachTier,
     Connect,
+    Connected,
     EndLoan,
     ForgetPrefixes,
     FromRank,
@@ -131,6 +132,7 @@ events = st.builds(
 rank = st.integers(0, 99)
 FROM_RANK = {
     Ready: (values, counts, names, exports),
+    Connected: (names,),
     StepDone: (rank, rank, st.dictionaries(names, sampled), st.floats(0, 9), parts),
     LayersDone: (places, rank, rank),
     RowsPulled: (names, rank, *ended),

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -156,3 +158,23 @@ def test_a_rank_that_cannot_start_says_why(tmp_path):
                 raise AssertionError("it started without weights")
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", ["pcp=4, dcp=4, decode_ranks=2", "decode_dcp=2"])
+def test_a_deployment_that_ends_as_soon_as_it_has_started_says_nothing(changes):
+    """No rank is still on its way to one that ends."""
+    script = f"""
+import asyncio
+from kvflow.launch.config import LaunchConfig
+from kvflow.launch.processes import process_deployment
+
+async def main():
+    async with process_deployment(LaunchConfig({str(config().model)!r}, {changes})):
+        pass
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")

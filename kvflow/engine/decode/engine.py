@@ -28,6 +28,7 @@ from kvflow.engine.messages import (
     Admit,
     AttachTier,
     Connect,
+    Connected,
     EndLoan,
     ForgetPrefixes,
     Gauges,
@@ -170,6 +171,7 @@ class DecodeEngine:
                 self._stopping = True
             case Connect():
                 self._take_turn(Turn(connect=[message]))
+                self.mailbox.send(Connected(message.engine))
             case AttachTier():
                 self._take_turn(Turn(attach=[message]))
                 self._restoring.has_tiers = self.worker.restores.has_tiers

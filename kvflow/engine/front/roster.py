@@ -1,15 +1,17 @@
 """Roster: the engines of a deployment as their ranks have introduced themselves."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import define, field
 
 from kvflow.engine.mailbox import Hub
-from kvflow.engine.messages import Connect, RankFailed, Ready
+from kvflow.engine.messages import Connect, Connected, FromRank, RankFailed, Ready
 from kvflow.errors import KvflowError
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.wire import layout_from_wire
+
+Hear = Callable[[str, FromRank], None]
 
 
 @define(eq=False)
@@ -67,8 +69,30 @@ class Roster:
     def num_blocks(self, engine: str) -> Mapping[str, int]:
         return self._first(engine).num_blocks
 
-    def connect(self, reader: str, source: str) -> None:
-        """All ranks of an engine may read another's from now on."""
+    async def connect(self, pairs: Iterable[tuple[str, str]], timeout: float, hear: Hear) -> None:
+        """Waits until all ranks of an engine reach those of another, for each (reader, source).
+        `hear` is told what ranks say besides. Raises `KvflowError` if a rank fails or is late."""
+        waiting: set[tuple[str, str]] = set()
+        for reader, source in pairs:
+            self._connect(reader, source)
+            waiting |= {(rank, source) for rank in self.ranks_of(reader)}
+        try:
+            await asyncio.wait_for(self._all_connected(waiting, hear), timeout)
+        except TimeoutError:
+            late = sorted(waiting)
+            raise KvflowError(f"not every rank was connected within {timeout} s: {late}") from None
+
+    async def _all_connected(self, waiting: set[tuple[str, str]], hear: Hear) -> None:
+        while waiting:
+            name, message = await self.hub.receive()
+            if isinstance(message, RankFailed):
+                raise KvflowError(f"rank {name!r} failed: {message.error}")
+            if isinstance(message, Connected):
+                waiting.discard((name, message.engine))
+            else:
+                hear(name, message)
+
+    def _connect(self, reader: str, source: str) -> None:
         exports: dict[int, bytes] = {}
         for rank in self.ranks_of(source):
             exports |= self.ready[rank].exports

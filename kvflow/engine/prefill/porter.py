@@ -12,6 +12,7 @@ from attrs import define, field
 from kvflow.engine.mailbox import Mailbox
 from kvflow.engine.messages import (
     Connect,
+    Connected,
     FromRank,
     PullRows,
     PushRows,
@@ -82,6 +83,7 @@ class Porter:
         match message:
             case Connect():
                 self.mover.connect(message)
+                self.mailbox.send(Connected(message.engine))
             case PullRows():
                 self.mover.begin(message)
             case PushRows():
