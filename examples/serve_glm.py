@@ -33,7 +33,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 600.0
 """For many ranks on few cores; a rank that ends is seen at once."""
 
-# Every spawned rank imports this file too, so what only the front needs is imported in `run`.
+# Every rank imports this file too, so what only the front needs is imported in `run`.
 
 MODEL = Path(__file__).parent / "models" / "tiny-glm-python"
 

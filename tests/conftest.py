@@ -63,6 +63,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_pairs] = LawPairs()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What has a longer time limit of its own comes first: a worker that met it last would let the
+    others wait."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 @pytest.fixture(scope="session")
 def law_pairs(pytestconfig: pytest.Config) -> LawPairs:
     return pytestconfig.stash[_pairs]
