@@ -13,11 +13,11 @@ import multiprocessing as mp
 import os
 import secrets
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -54,7 +54,7 @@ async def process_deployment(
     `KvflowError` if a rank cannot start."""
     check_launch(config)
     require_nixl()
-    context, key = _context(), secrets.token_bytes(32)
+    context, key = await asyncio.to_thread(_context), secrets.token_bytes(32)
     num_ranks = len(config.prefill_names) + config.decode_ranks * config.decode_size
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     with tempfile.TemporaryDirectory(prefix="kvflow-") as directory:
@@ -87,15 +87,24 @@ async def process_deployment(
 
 
 def _context() -> SpawnContext | ForkServerContext:
-    """How ranks are started. The fork server listens in the directory for temporary files; where
-    that has too long a path for a socket, every rank is spawned and imports for itself."""
+    """How ranks are started: from the fork server, if a process from there comes to this kvflow.
+    Otherwise every rank is spawned and imports for itself: the server listens in the directory for
+    temporary files, whose path may be too long for a socket or which may be gone, and it looks for
+    modules in the working directory first. Waits for the server's imports."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    probe = context.Process(target=_probe, args=(__file__,))
     try:
-        forkserver.ensure_running()
-    except OSError:
+        probe.start()
+        probe.join()
+    except (OSError, EOFError):
         return mp.get_context("spawn")
-    return context
+    return mp.get_context("spawn") if probe.exitcode else context
+
+
+def _probe(file: str) -> None:
+    if file != __file__:
+        sys.exit(1)
 
 
 def _store() -> TCPStore:
@@ -126,16 +135,18 @@ async def _start_or_die(
 ) -> None:
     """Starts the deployment, but gives up as soon as a process is gone."""
     start = asyncio.create_task(deployment.start(timeout))
-    while not start.done():
-        await asyncio.wait([start], timeout=0.2)
-        for name, process in processes.items():
-            if not start.done() and process.exitcode is not None:
-                await asyncio.wait([start], timeout=0.5)  # its own words may be under way
-                if not start.done():
-                    start.cancel()
-                    await asyncio.gather(start, return_exceptions=True)
-                    raise KvflowError(f"rank {name!r} ended with code {process.exitcode}")
-    await start
+    try:
+        while not start.done():
+            await asyncio.wait([start], timeout=0.2)
+            for name, process in processes.items():
+                if not start.done() and process.exitcode is not None:
+                    await asyncio.wait([start], timeout=0.5)  # its own words may be under way
+                    if not start.done():
+                        raise KvflowError(f"rank {name!r} ended with code {process.exitcode}")
+        await start
+    finally:
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
 
 
 async def _watch(deployment: Deployment, processes: dict[str, BaseProcess]) -> None:
@@ -165,7 +176,8 @@ def _end(processes: list[BaseProcess]) -> None:
 
 @frozen
 class _Start:
-    """What a rank is told. `environment` is its parent's: the fork server may be older."""
+    """What a rank is told. `environment` is its parent's: the fork server may be older. Standard
+    output and error, limits and affinity are the server's."""
 
     config: LaunchConfig
     name: str
@@ -178,12 +190,12 @@ class _Start:
 
 
 def _enter(start: _Start) -> ZmqMailbox:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when ranks end
     from kvflow.transfers.executors.nixl import settle_environment
 
     gc.freeze()  # what the imports made lives to the end; walking it there takes seconds
     os.environ.clear()
     os.environ.update(start.environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when ranks end
     settle_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(start.threads)

@@ -15,9 +15,11 @@ from kvflow.models.product import ROW_TILE, pad_to
 
 @frozen(eq=False)
 class Rotation:
-    """``exp(i * position * theta^(-2k/d))`` for pair k of d/2: complex ``[n, d / 2]``."""
+    """cos and sin of ``position * theta^(-2i/d)``, each value twice, the first sine of a pair
+    negated: ``[n, d]`` each."""
 
-    turn: Tensor
+    cos: Tensor
+    sin: Tensor
 
     @classmethod
     def at(cls, positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> "Rotation":
@@ -25,16 +27,14 @@ class Rotation:
         # Whole tiles of rows: cos and sin may treat what is left over of a vector differently.
         rows = pad_to(positions, ROW_TILE).to(dtype)[:, None]
         angles = rows * _frequencies(dim, theta, dtype, positions.device)
-        return cls(torch.complex(angles.cos(), angles.sin())[: len(positions)])
+        cos, sin = angles.cos()[: len(positions)], angles.sin()[: len(positions)]
+        return cls(torch.stack([cos, cos], -1).flatten(1), torch.stack([-sin, sin], -1).flatten(1))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotates the last axis (d) of ``[..., n, d]``: ``(a, b) -> (a cos - b sin, b cos + a
         sin)``."""
-        # A copy: numbers that are read as complex ones must begin at an even place.
-        copy = x.clone(memory_format=torch.contiguous_format)
-        pairs = torch.view_as_complex(copy.view(*x.shape[:-1], x.shape[-1] // 2, 2))
-        pairs.mul_(self.turn)
-        return copy
+        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+        return pairs.flip(-1).flatten(-2).mul_(self.sin).add_(x * self.cos)
 
 
 @cache

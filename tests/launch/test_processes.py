@@ -178,3 +178,35 @@ if __name__ == "__main__":
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+SAY_HOW = """
+import shutil, multiprocessing.util
+from kvflow.launch.processes import _context
+
+if __name__ == "__main__":
+    print(_context().get_start_method())
+    shutil.rmtree(multiprocessing.util.get_temp_dir())
+    print(_context().get_start_method())
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "said"), [(False, ["forkserver", "spawn"]), (True, ["spawn", "spawn"])]
+)
+def test_ranks_are_spawned_where_the_fork_server_is_gone_or_of_another_kvflow(
+    tmp_path, other, said
+):
+    script, here = tmp_path / "say_how.py", tmp_path / "here"
+    script.write_text(SAY_HOW)
+    package = here / "kvflow" / "launch"
+    here.mkdir()
+    if other:
+        package.mkdir(parents=True)
+        for path in (package.parent / "__init__.py", package / "__init__.py"):
+            path.touch()
+        (package / "processes.py").write_text("def _probe(file): raise SystemExit(1)\n")
+    run = subprocess.run(
+        [sys.executable, script], cwd=here, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.stdout.split() == said, run.stderr

@@ -77,3 +77,20 @@ def test_rotation_is_of_adjacent_pairs() -> None:
     )
     want = torch.view_as_real(torch.view_as_complex(x.view(3, 2, 4, 2)) * turn[:, None])
     torch.testing.assert_close(got, want.flatten(-2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rotated_row_has_the_same_bits_whatever_comes_with_it(dtype):
+    """Also where three threads divide the rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for dim in (2, 6, 64):
+            x = torch.randn(4, 1500, dim, dtype=dtype)
+            positions = torch.arange(1500) * 3
+            together = Rotation.at(positions, dim, 1e4, dtype)(x)
+            for i in (0, 1, 333, 500, 666, 999, 1499):
+                alone = Rotation.at(positions[i : i + 1], dim, 1e4, dtype)(x[:, i : i + 1])
+                assert torch.equal(alone[:, 0], together[:, i])
+    finally:
+        torch.set_num_threads(before)
