@@ -208,14 +208,13 @@ class SymbolicRanks:
             self.told[name] = self.engine.cached_tokens(name)
 
     async def settle(self):
-        """Lets everything happen that waits for no step."""
-        tiers = self.engine.tiers
-        while tiers is not None and tiers.num_under_way:
-            await asyncio.sleep(0.001)
-        for _ in range(12):  # whoever waited for that goes on
-            await asyncio.sleep(0)
-        if tiers is not None and tiers.num_under_way:
-            await self.settle()
+        """Lets everything happen that waits for no step: until a while after files were last read
+        or written, for whoever waited for one goes on some rounds later."""
+        tiers, quiet = self.engine.tiers, 0
+        while quiet < 12:
+            is_busy = tiers is not None and tiers.num_under_way
+            quiet = 0 if is_busy else quiet + 1
+            await asyncio.sleep(0.001 if is_busy else 0)
 
     async def serve(self, name, prompt, salt=None):
         """Runs a request to its end; returns how many of its tokens were reused."""
