@@ -24,6 +24,7 @@ import torch
 from measure import MIB, in_turns, load, ratio
 from planning import layout, tables
 
+from kvflow.kernels.region import region_memory
 from kvflow.kernels.rows import PageView, gather_rows, scatter_rows
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.record import latent_record
@@ -41,7 +42,7 @@ class Copy:
     """The same bytes, contiguous, between reused and touched buffers."""
 
     def __init__(self, nbytes: int) -> None:
-        self.source, self.target = (torch.full((nbytes,), x, dtype=torch.uint8) for x in (1, 2))
+        self.source, self.target = (region_memory(nbytes, x) for x in (1, 2))
 
     def copy(self) -> None:
         threads = torch.get_num_threads()
@@ -111,9 +112,9 @@ def row_table(num_rows: int, rounds: int) -> None:
     record = latent_record("fp8", latent_rank=512, rope_dim=64)
     num_blocks = 2 * num_rows // BLOCK_SIZE
     page = record.page_nbytes(BLOCK_SIZE)
-    memory = torch.full((num_blocks * page,), 1, dtype=torch.uint8)
+    memory = region_memory(num_blocks * page, 1)
     pages = PageView(memory, record, BLOCK_SIZE, page)
-    out = torch.full((num_rows, record.nbytes), 2, dtype=torch.uint8)
+    out = region_memory(num_rows * record.nbytes, 2).view(num_rows, -1)
     rows = torch.randperm(pages.num_slots)[:num_rows]
     blocks = torch.randperm(num_blocks)[: num_rows // BLOCK_SIZE, None]
     runs = (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).view(-1)

@@ -21,13 +21,15 @@ import os  # noqa: E402
 import secrets  # noqa: E402
 import statistics  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
+from functools import partial  # noqa: E402
 from multiprocessing.connection import Connection  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from attrs import frozen  # noqa: E402
 
+from kvflow.kernels.region import region_memory  # noqa: E402
 from kvflow.layouts.layout import Binding, KVLayout  # noqa: E402
 from kvflow.layouts.mesh import Placement  # noqa: E402
 from kvflow.layouts.paging import Paged  # noqa: E402
@@ -41,6 +43,10 @@ from kvflow.transfers.planner import plan_transfer  # noqa: E402
 
 W = 8
 MIB = 1 << 20
+MEMORIES: dict[str, Callable[[int], torch.Tensor]] = {
+    "as by torch": lambda nbytes: torch.ones(nbytes, dtype=torch.uint8),
+    "huge pages": partial(region_memory, fill=1),
+}
 
 
 @frozen
@@ -92,10 +98,12 @@ def source(pipe: Connection, args: argparse.Namespace, case: Case, key: bytes) -
         for n, view in enumerate(cache.pages.values()):
             fill(view.memory, cache.rank * 1000 + n)
     endpoints = [NixlEndpoint(cache, key) for cache in caches]
-    plain = torch.ones(args.tokens * layout.spec.nbytes_per_token, dtype=torch.uint8)
+    plain = [make(args.tokens * layout.spec.nbytes_per_token) for make in MEMORIES.values()]
     agent = Agent("plain")
-    agent.register(plain.data_ptr(), plain.numel())
-    pipe.send(([e.export() for e in endpoints], agent.metadata(), plain.data_ptr()))
+    for memory in plain:
+        agent.register(memory.data_ptr(), memory.numel())
+    addresses = [memory.data_ptr() for memory in plain]
+    pipe.send(([e.export() for e in endpoints], agent.metadata(), addresses))
     while not pipe.poll(0.005):
         agent.take_notifs()
     for endpoint in endpoints:
@@ -108,22 +116,29 @@ def wait(flight) -> None:
 
 
 class Raw:
-    """The same bytes without a plan, into buffers that are used again."""
+    """The same bytes without a plan, into buffers that are used again: as torch allocates them, and
+    on huge pages, as the caches are."""
 
-    def __init__(self, nbytes: int, metadata: bytes, address: int) -> None:
-        self.nbytes, self.address = nbytes, address
-        self.plain = torch.ones(nbytes, dtype=torch.uint8)
+    def __init__(self, nbytes: int, metadata: bytes, addresses: Sequence[int]) -> None:
+        self.nbytes, self.addresses = nbytes, addresses
+        self.plain = [make(nbytes) for make in MEMORIES.values()]
         self.copied = torch.ones(nbytes, dtype=torch.uint8)
         self.agent = Agent("plain-reader")
-        self.agent.register(self.plain.data_ptr(), nbytes)
+        for memory in self.plain:
+            self.agent.register(memory.data_ptr(), nbytes)
         self.peer = self.agent.add_peer(metadata)
 
     def memcpy(self) -> None:
-        self.copied.copy_(self.plain)
+        self.copied.copy_(self.plain[0])
 
-    def bulk_read(self) -> None:
-        src, dst = np.array([self.address]), np.array([self.plain.data_ptr()])
+    def bulk_read(self, kind: int) -> None:
+        src, dst = np.array([self.addresses[kind]]), np.array([self.plain[kind].data_ptr()])
         wait(self.agent.read(self.peer, src, dst, self.nbytes))
+
+    @property
+    def methods(self) -> "Methods":
+        reads = {f"READ, {name}": partial(self.bulk_read, k) for k, name in enumerate(MEMORIES)}
+        return {"memcpy": self.memcpy, **reads}
 
 
 class Target:
@@ -172,11 +187,7 @@ def measure(methods: Methods, rounds: int) -> dict[str, list[tuple[float, float]
 
 
 def methods_of(args: argparse.Namespace, raw: Raw, case: Case, target: Target) -> Methods:
-    methods: Methods = {
-        "memcpy": raw.memcpy,
-        "one bulk READ": raw.bulk_read,
-        f"pull {case}": target.pull,
-    }
+    methods = {**raw.methods, f"pull {case}": target.pull}
     for strategy in STRATEGIES if args.each else ():
         methods[f"  {strategy} {case}"] = lambda s=strategy: target.pull(s)
     if case == ROWS and not args.skip_naive:
@@ -185,21 +196,22 @@ def methods_of(args: argparse.Namespace, raw: Raw, case: Case, target: Target) -
 
 
 def show(seconds: dict[str, list[tuple[float, float]]], nbytes: int) -> dict[str, float]:
-    """Medians; ratios are medians of each round's ratio to the bulk READ of the same round, which
-    are returned. CPU is that of this process, all threads."""
-    found = {}
+    """Medians; ratios are medians of each round's ratio to a baseline of the same round; those to
+    the READ between torch's buffers are returned. CPU is that of this process, all threads."""
+    found, bases = {}, [*[f"READ, {name}" for name in MEMORIES], "memcpy"]
     print(
-        f"{'method':18} {'ms':>8} {'GB/s':>6} {'of READ':>8} {'of memcpy':>10} {'cpu ms':>7} best"
+        f"{'method':18} {'ms':>8} {'GB/s':>6} {'of READ':>8} {'huge':>6} {'of memcpy':>10} "
+        f"{'cpu ms':>7} best"
     )
     for name, some in seconds.items():
         wall, cpu = (statistics.median(column) for column in zip(*some, strict=True))
         ratios = [
             statistics.median(a / b for (a, _), (b, _) in zip(seconds[base], some, strict=True))
-            for base in ("one bulk READ", "memcpy")
+            for base in bases
         ]
         print(
             f"{name:18} {wall * 1e3:8.1f} {nbytes / wall / 1e9:6.2f} {ratios[0]:8.2f} "
-            f"{ratios[1]:10.2f} {cpu * 1e3:7.1f} {min(some)[0] * 1e3:6.1f}"
+            f"{ratios[1]:6.2f} {ratios[2]:10.2f} {cpu * 1e3:7.1f} {min(some)[0] * 1e3:6.1f}"
         )
         found[name] = ratios[0]
     return found
@@ -212,10 +224,10 @@ def run(args: argparse.Namespace, case: Case) -> float:
     here, there = context.Pipe()
     child = context.Process(target=source, args=(there, args, case, key))
     child.start()
-    exports, metadata, address = here.recv()
+    exports, metadata, addresses = here.recv()
     target = Target(args, case, key, exports)
     nbytes = target.bound.plan.nbytes
-    raw = Raw(nbytes, metadata, address)
+    raw = Raw(nbytes, metadata, addresses)
     report = target.pull(verify=True)
     load = os.getloadavg()[0]
     seconds = measure(methods_of(args, raw, case, target), args.rounds)

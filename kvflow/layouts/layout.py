@@ -1,7 +1,7 @@
 """KVLayout: spec x token placement x paging, and the bindings that make it concrete."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import SupportsIndex, TypeVar
 
@@ -117,10 +117,14 @@ class KVLayout:
         raise LayoutError(f"no group {name!r} in {[g.name for g in self.groups]}")
 
     def group_of(self, component: str) -> CacheGroup:
-        for g in self.groups:
-            if component in g.components:
-                return g
-        raise LayoutError(f"no component {component!r} in {list(self.spec.names)}")
+        group = self._groups_by_component.get(component)
+        if group is None:
+            raise LayoutError(f"no component {component!r} in {list(self.spec.names)}")
+        return group
+
+    @cached_property
+    def _groups_by_component(self) -> Mapping[str, CacheGroup]:
+        return {name: group for group in self.groups for name in group.components}
 
     def head_shards(self, component: str) -> tuple[HeadShard, ...]:
         """Who holds which heads of a component, ascending by head. Raises `LayoutError` for TP
@@ -143,10 +147,22 @@ class KVLayout:
     def local_record(self, component: str, rank: int) -> Record:
         """The record that a rank stores: that of the heads it holds. Raises `LayoutError` for a
         rank without the component."""
-        shard = self.head_shard_of(component, rank)
-        if shard is None:
+        record = self.local_records.get(rank, {}).get(component)
+        if record is None:
             raise LayoutError(f"rank {rank} holds nothing of {component}")
-        return self.spec[component].record.with_heads(shard.heads[1] - shard.heads[0])
+        return record
+
+    @cached_property
+    def local_records(self) -> Mapping[int, Mapping[str, Record]]:
+        """The records that each rank stores, by component."""
+        records: dict[int, dict[str, Record]] = {rank: {} for rank in self.ranks}
+        for name in self.spec.names:
+            for shard in self.head_shards(name):
+                first, end = shard.heads
+                record = self.spec[name].record.with_heads(end - first)
+                for rank in shard.placement.all_ranks:
+                    records[rank][name] = record
+        return records
 
     def host_of(self, rank: int) -> tuple[int, ...]:
         """The ranks on the same host, the rank itself among them."""

@@ -19,6 +19,7 @@ from kvflow.engine.hisparse.sizes import (
     latent_pool_layout,
 )
 from kvflow.kernels.pages import PageView
+from kvflow.kernels.region import region_memory
 from kvflow.kernels.rows import gather_rows, scatter_rows
 from kvflow.layouts.layout import KVLayout
 from kvflow.layouts.memory import layer_outermost
@@ -32,7 +33,7 @@ Allocate = Callable[[int], Tensor]
 
 def zeros(nbytes: int) -> Tensor:
     """Memory of this process."""
-    return torch.zeros(nbytes, dtype=torch.uint8)
+    return region_memory(nbytes)
 
 
 @define(eq=False)

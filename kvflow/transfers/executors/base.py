@@ -6,18 +6,16 @@ and pulls bound plans from them.
 """
 
 from collections.abc import Container, Mapping
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
-import torch
 from attrs import frozen
 
 from kvflow.errors import LayoutError, PlanError
 from kvflow.kernels.pages import PageView
+from kvflow.kernels.region import region_memories
 from kvflow.layouts.layout import Binding, KVLayout
 from kvflow.layouts.memory import MemoryOrder
-from kvflow.layouts.record import Record
 from kvflow.transfers.lower import BoundPlan, PageGeometry
 from kvflow.transfers.plan import Plan
 
@@ -33,9 +31,9 @@ class RankCache:
     def allocate(
         cls, layout: KVLayout, rank: int, num_blocks: Mapping[str, int], fill: int = 0
     ) -> "RankCache":
-        """One region (one allocation) for each component that the rank holds, filled with a byte.
-        `num_blocks` is by group. Raises `LayoutError` for a group without blocks."""
-        pages = {}
+        """One region for each component that the rank holds, filled with a byte. `num_blocks` is
+        by group. Raises `LayoutError` for a group without blocks."""
+        shapes = []
         for group in layout.groups:
             n, size = num_blocks[group.name], group.paging.block_size
             if n < 1:
@@ -44,19 +42,20 @@ class RankCache:
                 if layout.head_shard_of(name, rank) is None:
                     continue
                 record = layout.local_record(name, rank)
-                page = record.page_pitch(size)
-                memory = torch.full((n * page,), fill, dtype=torch.uint8)
-                pages[name] = PageView(memory, record, size, page)
+                shapes.append((name, record, size, record.page_pitch(size), n))
+        memories = region_memories([n * page for *_, page, n in shapes], fill)
+        pages = {
+            name: PageView(memory, record, size, page)
+            for (name, record, size, page, _), memory in zip(shapes, memories, strict=True)
+        }
         return cls(rank, pages)
 
     @classmethod
     def on(cls, order: MemoryOrder, fill: int = 0) -> "RankCache":
         """The regions of a memory order, each one allocation filled with a byte, and the pages of
         every component where the order says."""
-        memory = {
-            region.name: torch.full((region.nbytes,), fill, dtype=torch.uint8)
-            for region in order.regions
-        }
+        memories = region_memories([region.nbytes for region in order.regions], fill)
+        memory = {region.name: at for region, at in zip(order.regions, memories, strict=True)}
         return cls(
             order.rank,
             {
@@ -173,17 +172,12 @@ def check_form(view: PageView, layout: KVLayout, component: str, whose: str, ran
             f"{component} has pages of {view.block_size} in the cache of {whose}, the layout's "
             f"have {size}"
         )
-    if view.record != (record := _records(layout, rank).get(component)):
+    record = layout.local_records[rank].get(component)
+    if view.record is not record and view.record != record:
         raise PlanError(
             f"{component} has records {view.record} in the cache of {whose}, the layout's are "
             f"{record}"
         )
-
-
-@lru_cache(64)
-def _records(layout: KVLayout, rank: int) -> Mapping[str, Record]:
-    """What a rank stores, by component."""
-    return {name: layout.local_record(name, rank) for name in layout.components_of(rank)}
 
 
 class Executor(Protocol):

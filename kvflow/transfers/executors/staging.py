@@ -2,11 +2,11 @@
 
 import threading
 
-import torch
 from attrs import define, field
 from torch import Tensor
 
 from kvflow.errors import CapacityError
+from kvflow.kernels.region import region_memory
 
 ALIGNMENT = 64
 
@@ -23,7 +23,7 @@ class StagingArea:
     def __attrs_post_init__(self) -> None:
         if self.capacity < ALIGNMENT:
             raise CapacityError(f"staging of {self.capacity} bytes, must be at least {ALIGNMENT}")
-        self.memory = torch.empty(self.capacity, dtype=torch.uint8)
+        self.memory = region_memory(self.capacity)
 
     @property
     def num_lent(self) -> int:

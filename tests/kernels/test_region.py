@@ -1,0 +1,59 @@
+"""Memory of regions: where it lies, and that it is filled and apart."""
+
+import mmap
+
+import pytest
+import torch
+
+from kvflow.kernels import region
+from kvflow.kernels.region import HUGE_PAGE_NBYTES, PAGE_NBYTES, region_memories, region_memory
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, HUGE_PAGE_NBYTES - 1, HUGE_PAGE_NBYTES, 5_000_001])
+@pytest.mark.parametrize("fill", [0, 7])
+def test_a_region_has_its_size_and_its_byte(nbytes, fill):
+    memory = region_memory(nbytes, fill)
+    assert memory.dtype == torch.uint8
+    assert memory.shape == (nbytes,)
+    assert bool((memory == fill).all())
+    memory.fill_(9)  # it may be written
+
+
+def test_a_large_region_begins_on_a_huge_page():
+    """Of systems that align mappings of whole huge pages, as Linux does since 6.7."""
+    begins = [region_memory(HUGE_PAGE_NBYTES + 1).data_ptr() for _ in range(3)]
+    assert all(begin % PAGE_NBYTES == 0 for begin in begins)
+    release = tuple(int(part) for part in _release().split(".")[:2])
+    if release >= (6, 7):
+        assert all(begin % HUGE_PAGE_NBYTES == 0 for begin in begins)
+
+
+def _release():
+    with open("/proc/sys/kernel/osrelease") as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [5, HUGE_PAGE_NBYTES, 0, 4097], [], [3 << 20] * 3])
+def test_regions_are_apart_and_begin_on_pages(sizes):
+    memories = region_memories(sizes, 3)
+    assert [len(memory) for memory in memories] == sizes
+    for n, memory in enumerate(memories):
+        memory.fill_(n)
+    for n, memory in enumerate(memories):
+        assert bool((memory == n).all())
+    if sum(sizes) >= HUGE_PAGE_NBYTES:
+        assert all(memory.data_ptr() % PAGE_NBYTES == 0 for memory in memories)
+
+
+def test_without_huge_pages_memory_is_ordinary(monkeypatch):
+    monkeypatch.delattr(region.mmap, "MADV_HUGEPAGE")
+    assert bool((region_memory(HUGE_PAGE_NBYTES, 4) == 4).all())
+
+
+def test_a_system_that_refuses_the_advice_keeps_small_pages(monkeypatch):
+    class Refusing(mmap.mmap):
+        def madvise(self, *args):
+            raise OSError(22, "invalid argument")
+
+    monkeypatch.setattr(region.mmap, "mmap", Refusing)
+    assert bool((region_memory(HUGE_PAGE_NBYTES, 4) == 4).all())
