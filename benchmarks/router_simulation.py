@@ -116,9 +116,9 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 1.0])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--seconds", type=float, default=900.0)
-    parser.add_argument("--live", type=int, default=56, help="sessions at a time, per engine")
+    parser.add_argument("--live", type=int, default=112, help="sessions at a time, per engine")
     parser.add_argument(
-        "--copies", type=int, help="of every session; engines of a kind if not said"
+        "--copies", type=int, help="of every session; twice the engines of a kind if not said"
     )
     parser.add_argument("--delay", type=float, default=0.5, help="of what the router is told")
     parser.add_argument("--jobs", type=int, default=1)
@@ -126,7 +126,7 @@ def main() -> None:
     rules = dict.fromkeys([*args.rules, EXACT])
     gc.disable()  # millions of names that live to the end
     for num in args.fleets:
-        _SESSIONS[:] = load(read(args.traces), args.copies or num, MAX_THINK, 256)
+        _SESSIONS[:] = load(read(args.traces), args.copies or 2 * num, MAX_THINK, 256)
         tokens = working_set(256)
         for share in args.shares:
             setting = Setting(num, num, args.live * num, int(share * tokens))

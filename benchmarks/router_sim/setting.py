@@ -24,10 +24,10 @@ class Setting:
     num_decode: int
     live: int
     tier_tokens: int
-    prefill_rate: float = 14_000.0
-    restore_rate: float = 400_000.0
-    pull_rate: float = 400_000.0
-    local_rate: float = 7_000.0
+    prefill_rate: float = 28_000.0
+    restore_rate: float = 1_600_000.0
+    pull_rate: float = 1_600_000.0
+    local_rate: float = 14_000.0
     token_time: float = 0.02
     token_time_more: float = 0.0005
     device_share: float = 0.25

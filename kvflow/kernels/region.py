@@ -12,21 +12,24 @@ HUGE_PAGE_NBYTES = 2 << 20
 """Of x86-64, and of 64-bit ARM whose pages have 4 KiB."""
 
 
-def region_memory(nbytes: int, fill: int = 0) -> Tensor:
-    """uint8 [nbytes] of a byte `fill`. One that fills a huge page lies on huge pages where the
-    system has any: rows far apart are then found without a walk through the page table for each.
-    What is not written takes no memory if `fill` is 0."""
+def region_memory(nbytes: int, fill: int | None = 0) -> Tensor:
+    """uint8 [nbytes] of a byte `fill`, all of it taken from the system at once; for None whatever
+    is there, taken as it is written.
+
+    A region that fills a huge page lies on huge pages where the system has any: rows far apart are
+    then found without a walk through the page table for each."""
     if nbytes < HUGE_PAGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.full((nbytes,), fill, dtype=torch.uint8)
-    whole = -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES  # the system aligns whole ones
-    mapped = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # of a system built without: pages stay small
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes)
-    return memory.fill_(fill) if fill else memory
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+    else:
+        whole = -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES  # the system aligns whole ones
+        mapped = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # of a system built without: pages stay small
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes)
+    return memory if fill is None else memory.fill_(fill)
 
 
-def region_memories(sizes: Sequence[int], fill: int = 0) -> list[Tensor]:
+def region_memories(sizes: Sequence[int], fill: int | None = 0) -> list[Tensor]:
     """uint8 [size] for each of some sizes, one behind the other, so that small ones lie on huge
     pages too; each begins on a page."""
     starts = [0]

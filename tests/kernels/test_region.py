@@ -57,3 +57,20 @@ def test_a_system_that_refuses_the_advice_keeps_small_pages(monkeypatch):
 
     monkeypatch.setattr(region.mmap, "mmap", Refusing)
     assert bool((region_memory(HUGE_PAGE_NBYTES, 4) == 4).all())
+
+
+def test_memory_that_is_not_filled_is_taken_as_it_is_written():
+    """A staging area of which little is used must cost little, a cache must not fail later."""
+    nbytes = 1 << 30
+    before = _resident()
+    untouched = region_memory(nbytes, fill=None)
+    assert _resident() - before < nbytes // 4
+    untouched[:4096] = 1
+    cache = region_memory(nbytes // 8)
+    assert _resident() - before >= nbytes // 8
+    assert not cache.any()
+
+
+def _resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * PAGE_NBYTES

@@ -23,7 +23,7 @@ class StagingArea:
     def __attrs_post_init__(self) -> None:
         if self.capacity < ALIGNMENT:
             raise CapacityError(f"staging of {self.capacity} bytes, must be at least {ALIGNMENT}")
-        self.memory = region_memory(self.capacity)
+        self.memory = region_memory(self.capacity, fill=None)
 
     @property
     def num_lent(self) -> int:
