@@ -21,7 +21,9 @@ class _InAir:
 
 @define(eq=False)
 class Landings:
-    """Parts that one agent has in the air: while one arrives, the one before it is placed."""
+    """Parts that one agent has in the air: while one arrives, the one before it is placed. Over
+    shared memory a part has arrived when its read was posted, and is placed while it is in the
+    cache."""
 
     door: Door
     agent: Agent
@@ -46,6 +48,8 @@ class Landings:
         self._air.append(_InAir(part, flight, offset, size))
         self.num_parts += 1
         self.num_descriptors += part.num_descriptors
+        while self._air and self._air[0].flight.poll():
+            self._place_first()
 
     def _lend(self, part: Part) -> tuple[int, int]:
         """(offset, size) in landing: one of ours that is idle, which is still in the cache, else

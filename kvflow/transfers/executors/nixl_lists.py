@@ -20,6 +20,7 @@ from kvflow.layouts.sharding import Ints
 from kvflow.transfers.executors.nixl_agent import LOCAL, Agent, Index
 from kvflow.transfers.executors.nixl_wire import Export, geometry_of
 from kvflow.transfers.lower import PageGeometry, SlotRuns, paired_pieces
+from kvflow.transfers.plan import PlanPart
 from kvflow.transfers.slot_cuts import take_runs
 
 WHOLE = 0
@@ -206,16 +207,23 @@ class Planned:
     side: str
     binding: Binding
     _records: Mapping[str, Record] = field(init=False)
+    _samples: dict[tuple[str, ...], list[str]] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         records = {c.name: c.record for c in self.binding.layout.spec.components}
         object.__setattr__(self, "_records", records)
 
-    def check(self, at: PageGeometry, names: Iterable[str], rank: int) -> None:
+    def _one_of_each(self, names: tuple[str, ...]) -> list[str]:
+        """A component of each record; what links have in common is asked for each of them."""
+        if names not in self._samples:
+            self._samples[names] = [*{id(self._records[name]): name for name in names}.values()]
+        return self._samples[names]
+
+    def check(self, at: PageGeometry, names: tuple[str, ...], rank: int) -> None:
         """The cache has the pages that the plan was made for. Raises `TransferError` otherwise.
         `names` have the same holders."""
         layout = self.binding.layout
-        for name in {id(self._records[name]): name for name in names}.values():
+        for name in self._one_of_each(names):
             record = layout.local_record(name, rank)
             size = layout.group_of(name).paging.block_size
             if size != at.block_size or record != at.record:
@@ -224,13 +232,13 @@ class Planned:
                     f"the plan says {size} x {record}"
                 )
 
-    def check_blocks(self, at: PageGeometry, names: Iterable[str], rank: int) -> None:
+    def check_blocks(self, at: PageGeometry, part: PlanPart, rank: int) -> None:
         """The cache has as many pages as the binding says, or more. Raises `TransferError`
         otherwise."""
-        for name in names:
-            need = self.binding.num_blocks[self.binding.layout.group_of(name).name]
-            if at.num_blocks < need:
-                raise TransferError(
-                    f"{name} has {at.num_blocks} blocks in the {self.side} cache of rank {rank}, "
-                    f"the binding needs {need}"
-                )
+        group = part.src_group if self.side == "source" else part.dst_group
+        need = self.binding.num_blocks[group]
+        if at.num_blocks < need:
+            raise TransferError(
+                f"group {group!r} has {at.num_blocks} blocks in the {self.side} cache of rank "
+                f"{rank}, the binding needs {need}"
+            )

@@ -139,8 +139,8 @@ class Pull:
                     src.check(kind.src, names, rank)
                     dst.check(kind.dst, names, self.rank)
                     check_bounds(kind, runs, (src.side, dst.side))
-                    src.check_blocks(kind.src, names, rank)
-                    dst.check_blocks(kind.dst, names, self.rank)
+                    src.check_blocks(kind.src, part, rank)
+                    dst.check_blocks(kind.dst, part, self.rank)
                     job = Job(peer, kind, names, runs)
                     self._nbytes += runs.num_tokens * job.row_nbytes * len(names)
                     yield job
