@@ -7,6 +7,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from kvflow.errors import CapacityError
+
 PAGE_NBYTES = mmap.PAGESIZE
 HUGE_PAGE_NBYTES = 2 << 20
 """Of x86-64, and of 64-bit ARM whose pages have 4 KiB."""
@@ -14,7 +16,7 @@ HUGE_PAGE_NBYTES = 2 << 20
 
 def region_memory(nbytes: int, fill: int | None = 0) -> Tensor:
     """uint8 [nbytes] of a byte `fill`, all of it taken from the system at once; for None whatever
-    is there, taken as it is written.
+    is there, taken as it is written. Raises `CapacityError` for more than the system gives.
 
     A region that fills a huge page lies on huge pages where the system has any: rows far apart are
     then found without a walk through the page table for each."""
@@ -22,7 +24,10 @@ def region_memory(nbytes: int, fill: int | None = 0) -> Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8)
     else:
         whole = -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES  # the system aligns whole ones
-        mapped = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            mapped = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise CapacityError(f"the system does not give {nbytes} bytes: {error}") from error
         with suppress(OSError):  # of a system built without: pages stay small
             mapped.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes)

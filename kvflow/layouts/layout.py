@@ -124,7 +124,8 @@ class KVLayout:
 
     @cached_property
     def _groups_by_component(self) -> Mapping[str, CacheGroup]:
-        return {name: group for group in self.groups for name in group.components}
+        groups = {name: group for group in self.groups for name in group.components}
+        return MappingProxyType(groups)
 
     def head_shards(self, component: str) -> tuple[HeadShard, ...]:
         """Who holds which heads of a component, ascending by head. Raises `LayoutError` for TP
@@ -149,7 +150,7 @@ class KVLayout:
         rank without the component."""
         record = self.local_records.get(rank, {}).get(component)
         if record is None:
-            raise LayoutError(f"rank {rank} holds nothing of {component}")
+            raise LayoutError(f"rank {rank} holds nothing of {self.spec[component].name}")
         return record
 
     @cached_property
@@ -162,7 +163,7 @@ class KVLayout:
                 record = self.spec[name].record.with_heads(end - first)
                 for rank in shard.placement.all_ranks:
                     records[rank][name] = record
-        return records
+        return MappingProxyType({rank: MappingProxyType(held) for rank, held in records.items()})
 
     def host_of(self, rank: int) -> tuple[int, ...]:
         """The ranks on the same host, the rank itself among them."""

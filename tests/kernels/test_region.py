@@ -5,6 +5,7 @@ import mmap
 import pytest
 import torch
 
+from kvflow.errors import CapacityError
 from kvflow.kernels import region
 from kvflow.kernels.region import HUGE_PAGE_NBYTES, PAGE_NBYTES, region_memories, region_memory
 
@@ -48,6 +49,12 @@ def test_regions_are_apart_and_begin_on_pages(sizes):
 def test_without_huge_pages_memory_is_ordinary(monkeypatch):
     monkeypatch.delattr(region.mmap, "MADV_HUGEPAGE")
     assert bool((region_memory(HUGE_PAGE_NBYTES, 4) == 4).all())
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 63])
+def test_more_than_there_is_is_refused_with_its_number(nbytes):
+    with pytest.raises(CapacityError, match=f"does not give {nbytes} bytes"):
+        region_memory(nbytes)
 
 
 def test_a_system_that_refuses_the_advice_keeps_small_pages(monkeypatch):

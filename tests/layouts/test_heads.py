@@ -176,6 +176,10 @@ def test_stages_deal_components_to_ranks() -> None:
     assert layout.head_shard_of("key.1", 0) is None
     with pytest.raises(LayoutError, match=r"rank 0 holds nothing of key\.1"):
         layout.local_record("key.1", 0)
+    with pytest.raises(LayoutError, match=r"rank 9 holds nothing of key\.1"):
+        layout.local_record("key.1", 9)
+    with pytest.raises(LayoutError, match=r"no component 'key\.7'"):
+        layout.local_record("key.7", 0)
     assert layout.local_record("key.1", 2).num_heads == 2
     shared = staged(Stage(FIRST, (0, 1, 2, 3)), Stage(SECOND, (3, 2)))
     assert [len(shared.components_of(r)) for r in range(4)] == [2, 2, 4, 4]

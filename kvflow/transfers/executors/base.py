@@ -52,7 +52,7 @@ class RankCache:
 
     @classmethod
     def on(cls, order: MemoryOrder, fill: int = 0) -> "RankCache":
-        """The regions of a memory order, each one allocation filled with a byte, and the pages of
+        """The regions of a memory order, each filled with a byte, and the pages of
         every component where the order says."""
         memories = region_memories([region.nbytes for region in order.regions], fill)
         memory = {region.name: at for region, at in zip(order.regions, memories, strict=True)}
@@ -172,7 +172,7 @@ def check_form(view: PageView, layout: KVLayout, component: str, whose: str, ran
             f"{component} has pages of {view.block_size} in the cache of {whose}, the layout's "
             f"have {size}"
         )
-    record = layout.local_records[rank].get(component)
+    record = layout.local_records.get(rank, {}).get(component)
     if view.record is not record and view.record != record:
         raise PlanError(
             f"{component} has records {view.record} in the cache of {whose}, the layout's are "

@@ -232,13 +232,13 @@ class Planned:
                     f"the plan says {size} x {record}"
                 )
 
-    def check_blocks(self, at: PageGeometry, part: PlanPart, rank: int) -> None:
-        """The cache has as many pages as the binding says, or more. Raises `TransferError`
-        otherwise."""
+    def check_blocks(self, at: PageGeometry, part: PlanPart, name: str, rank: int) -> None:
+        """The cache has as many pages of a component, one of those of the part that look alike, as
+        the binding says, or more. Raises `TransferError` otherwise."""
         group = part.src_group if self.side == "source" else part.dst_group
         need = self.binding.num_blocks[group]
         if at.num_blocks < need:
             raise TransferError(
-                f"group {group!r} has {at.num_blocks} blocks in the {self.side} cache of rank "
-                f"{rank}, the binding needs {need}"
+                f"{name} has {at.num_blocks} blocks in the {self.side} cache of rank {rank}, the "
+                f"binding needs {need}"
             )

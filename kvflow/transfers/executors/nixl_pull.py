@@ -139,8 +139,8 @@ class Pull:
                     src.check(kind.src, names, rank)
                     dst.check(kind.dst, names, self.rank)
                     check_bounds(kind, runs, (src.side, dst.side))
-                    src.check_blocks(kind.src, part, rank)
-                    dst.check_blocks(kind.dst, part, self.rank)
+                    src.check_blocks(kind.src, part, names[0], rank)
+                    dst.check_blocks(kind.dst, part, names[0], self.rank)
                     job = Job(peer, kind, names, runs)
                     self._nbytes += runs.num_tokens * job.row_nbytes * len(names)
                     yield job

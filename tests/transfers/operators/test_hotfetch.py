@@ -281,6 +281,8 @@ def test_nothing_moves_between_pages_of_another_layout() -> None:
             move([one], host, caches(pools(hot_block=2))[1])
         with pytest.raises(PlanError, match=r"latent\.0 has records .* the layout's are"):
             move([one], RankCache.allocate(wide, 0, {"kv": 64}), hot)
+        with pytest.raises(PlanError, match=r"latent\.0 has records .* the layout's are None"):
+            move([], evolve(host, rank=7), evolve(hot, rank=7))  # no rank of the layout
     assert all(bool((view.memory == 1).all()) for view in host.pages.values())
     assert all(bool((view.memory == 2).all()) for view in hot.pages.values())
 
