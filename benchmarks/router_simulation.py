@@ -6,7 +6,7 @@ Replays the sessions of tests/fixtures/traces in fleets of 4 + 4 and 8 + 8 engin
 25 % and 100 % of the working set, under round-robin, least-loaded, session affinity, and kvflow's
 router told of everything half a second late or at once. Prints one table a fleet and size.
 docs/router.md says what is simulated and what the columns mean. Time is simulated, so the numbers
-are the same on any machine; it takes a quarter of an hour of one core.
+are the same on any machine; it takes three quarters of an hour of one core.
 """
 
 import argparse
