@@ -21,6 +21,7 @@ from attrs import asdict, field, frozen
 
 from kvflow.errors import PlanError
 from kvflow.layouts.paging import page_of
+from kvflow.layouts.pieces import Piece
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.lower import PageGeometry, SlotRuns, paired_pieces
 from kvflow.transfers.slot_cuts import take_runs
@@ -142,13 +143,22 @@ def estimate_way(
         count = num_descriptors(way, runs, src, dst)
         return Estimate(costs.wire.seconds(n * count, n * payload), n * count)
     pairs = paired_pieces(src, dst, runs.src_heads, runs.dst_heads)
-    placed = costs.copy.seconds(n * runs.num_tokens * len(pairs), n * payload)
     if way == "pack":
+        rows = costs.copy.seconds(n * runs.num_tokens * len(pairs), n * payload)
         wire = costs.wire.seconds(1, n * payload)
-        return Estimate(costs.round_trip + wire + 2 * placed, 1)
+        return Estimate(costs.round_trip + wire + 2 * rows, 1)
+    items = sum(runs.num_tokens // _together(runs, a, b) for a, b in pairs)
     pages = n * len(np.unique(page_of(runs.src, src.block_size)))
-    fetched = pages * src.record.page_extent(src.block_size)
-    return Estimate(costs.wire.seconds(pages, fetched) + placed, pages)
+    fetched = costs.wire.seconds(pages, pages * src.record.page_extent(src.block_size))
+    return Estimate(fetched + costs.copy.seconds(n * items, n * payload), pages)
+
+
+def _together(runs: SlotRuns, src: Piece, dst: Piece) -> int:
+    """Tokens that placing copies as one: as many as lie together in all runs."""
+    solid = not (src.tiles or dst.tiles)
+    solid &= bool((runs.src_stride * src.stride == src.nbytes).all())
+    solid &= bool((runs.dst_stride * dst.stride == dst.nbytes).all())
+    return int(np.gcd.reduce(runs.count)) if solid else 1
 
 
 def num_descriptors(way: Strategy, runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> int:

@@ -75,14 +75,15 @@ def _sides(case: Case) -> tuple[Binding, Binding]:
 @given(case=cases(max_tokens=40, max_shards=3))
 def test_counts_are_those_of_lowering(case: Case) -> None:
     """Without building a descriptor: never fewer than lowering leaves after merging everything,
-    exactly as many where a page has one piece and whole pages have no rows beside them; pages need
-    no more than strided lists."""
+    exactly as many where a page has one piece, not in tiles, and whole pages have no rows beside
+    them; pages need no more than strided lists."""
     for runs, src, dst in links(case):
         count = num_descriptors("runs", runs, src, dst)
         lowered = len(descriptors(runs, src, dst))
         assert count >= lowered
         whole_pages = same_pages(src, dst) & runs.are_whole(src.block_size)
-        if len(src.record.pieces(src.block_size)) == len(dst.record.pieces(dst.block_size)) == 1:
+        both = [at.record.pieces(at.block_size) for at in (src, dst)]
+        if all(len(pieces) == 1 and not pieces[0].tiles for pieces in both):
             mixed = whole_pages.any() and not whole_pages.all()  # a page and a row never merge
             assert mixed or count == lowered
         assert num_descriptors("strided", runs, src, dst) >= count
@@ -219,9 +220,27 @@ def test_descriptors_by_hand() -> None:
         three = estimate(Costs(), strategy, runs, at, at, 3).num_descriptors
         assert three == (1 if strategy == "pack" else 3 * count)
     copied = Costs(NONE, Rate(1, 0), 0)
-    assert estimate(copied, "stage", runs, at, at).seconds == 6 * 2
-    assert estimate(copied, "pack", runs, at, at).seconds == 2 * 6 * 2
+    assert estimate(copied, "stage", runs, at, at).seconds == 6 // 2 * 2  # two tokens are one item
+    assert estimate(copied, "pack", runs, at, at).seconds == 2 * 6 * 2  # packed planes lie apart
     assert Estimate(1.0, 2) + Estimate(3.0, 4) == Estimate(4.0, 6)
+
+
+def test_staged_tokens_are_one_item_if_they_lie_together_on_both_sides() -> None:
+    copied, at, rows = Costs(NONE, Rate(1, 0), 0), pages(PLANES, 8), pages(ROW, 8)
+    tiled = pages(Record((Field("x", "uint8", 10),), "t e t2"), 8)
+
+    def items(src: PageGeometry, dst: PageGeometry, *runs: tuple[int, int, int, int, int]) -> float:
+        return estimate(copied, "stage", slot_runs(*runs), src, dst, 5).seconds / 5
+
+    assert items(rows, rows, (0, 1, 8, 1, 4), (16, 1, 0, 1, 6)) == 10 / 2
+    assert items(rows, rows, (0, 1, 8, 1, 4)) == 1
+    assert items(at, at, (0, 1, 8, 1, 4), (16, 1, 0, 1, 8)) == 12 // 4 * 2
+    assert items(rows, rows, (0, 2, 8, 1, 4)) == items(rows, rows, (0, 1, 8, 2, 4)) == 4
+    assert items(rows, rows, (0, 1, 8, 1, 4), (16, 2, 0, 1, 4)) == 8  # not in all runs
+    assert items(rows, rows, (0, 1, 8, 1, 4), (16, 1, 0, 2, 4)) == 8
+    assert items(tiled, rows, (0, 1, 8, 1, 4)) >= 4
+    assert items(rows, tiled, (0, 1, 8, 1, 4)) >= 4
+    assert items(tiled, tiled, (0, 1, 8, 1, 4)) >= 4
 
 
 def test_the_choice_follows_the_constants() -> None:

@@ -20,9 +20,9 @@ from kvflow.transfers.executors.staging import ALIGNMENT
 from kvflow.transfers.lower import PageGeometry, SlotRuns
 from kvflow.transfers.slot_cuts import cut_runs
 
-PART_NBYTES = 1 << 19
-"""Bytes of a part: what was read must still be in the cache when it is placed, and a request
-costs some 30 us whatever its size."""
+PART_NBYTES = 4 << 20
+"""Bytes of a part: what was read must still be in the last cache when it is placed, and a part
+costs some 100 us of Python whatever its size."""
 AHEAD = 2
 """Parts that one agent has in the air."""
 

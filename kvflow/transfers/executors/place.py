@@ -41,6 +41,15 @@ class _Items:
         return np.ndarray((self.length,), self.dtype, memory, strides=(self.unit,))
 
 
+def _paired(src: Ints, dst: Ints, nbytes: int) -> tuple[_Items, _Items]:
+    """``nbytes`` from ``src[i]`` to ``dst[i]``: as many neighbours in one item as all that lie
+    together on both sides come in multiples of."""
+    apart = (np.diff(src) != nbytes) | (np.diff(dst) != nbytes)
+    grain = int(np.gcd.reduce(np.append(np.flatnonzero(apart) + 1, len(src))))
+    some = slice(None, None, grain)
+    return _Items.at(src[some], grain * nbytes), _Items.at(dst[some], grain * nbytes)
+
+
 @frozen(eq=False)
 class Placing:
     """Copies the tokens at some slots of one cache to slots of another. The geometries are
@@ -62,13 +71,11 @@ class Placing:
         stores (default: all); both have at least one."""
         if len(src_slots) != len(dst_slots) or not len(src_slots):
             raise PlanError(f"{len(src_slots)} source slots for {len(dst_slots)} target slots")
+        pairs = paired_pieces(src, dst, src_heads, dst_heads)
         return cls(
             tuple(
-                (
-                    _Items.at(src.address(src_slots, a), a.nbytes),
-                    _Items.at(dst.address(dst_slots, b), b.nbytes),
-                )
-                for a, b in paired_pieces(src, dst, src_heads, dst_heads)
+                _paired(src.address(src_slots, a), dst.address(dst_slots, b), a.nbytes)
+                for a, b in pairs
             )
         )
 
