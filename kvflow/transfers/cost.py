@@ -154,10 +154,10 @@ def estimate_way(
 
 
 def _together(runs: SlotRuns, src: Piece, dst: Piece) -> int:
-    """Tokens that placing copies as one: as many as lie together in all runs."""
-    solid = not (src.tiles or dst.tiles)
-    solid &= bool((runs.src_stride * src.stride == src.nbytes).all())
-    solid &= bool((runs.dst_stride * dst.stride == dst.nbytes).all())
+    """Tokens that placing copies as one: as many as lie together in all runs. (A tile's stride is
+    more than its rows, so tokens in tiles never do.)"""
+    solid = (runs.src_stride * src.stride == src.nbytes).all()
+    solid &= (runs.dst_stride * dst.stride == dst.nbytes).all()
     return int(np.gcd.reduce(runs.count)) if solid else 1
 
 
