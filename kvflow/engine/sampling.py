@@ -65,8 +65,8 @@ def choose(logits: Tensor, draws: Draws) -> Tensor:
         rows = scores.index_select(0, draws.drawn).to(torch.float64)
         rows = (rows - rows.amax(1, keepdim=True)) / draws.temperature
         tokens.index_copy_(0, draws.drawn, _draw(rows, draws))
-    least, most = scores.aminmax(dim=1)
-    return torch.where(least.isfinite() & most.isfinite(), tokens, scores.shape[1])
+    has_numbers = (scores * 0).sum(1) == 0  # NaN where one is none
+    return torch.where(has_numbers, tokens, scores.shape[1])
 
 
 def _draw(scores: Tensor, draws: Draws) -> Tensor:

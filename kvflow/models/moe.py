@@ -147,11 +147,10 @@ class Moe:
         loads = comm.all_gather(load[None], [1] * comm.size)
         owned = [owned_experts(num_experts, r, comm.size) for r in range(comm.size)]
         counts = [int(load[e.start : e.stop].sum()) for e in owned]
-        rows, received = comm.all_to_all(x[order // num_chosen], counts)
+        rows, received = comm.all_to_all(x.index_select(0, order // num_chosen), counts)
         computed = self._compute(rows, loads[:, self.owned.start : self.owned.stop])
         returned, _ = comm.all_to_all(computed, received)
-        outputs = torch.empty_like(returned)
-        outputs[order] = returned
+        outputs = torch.empty_like(returned).index_copy_(0, order, returned)
         return outputs.view(*ids.shape, x.shape[1])
 
     def _compute(self, rows: Tensor, loads: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ def attend(queries: Tensor, table: Tensor, groups: Sequence[Group], rank: int) -
         for lo in range(0, len(group.queries), step):
             part = slice(lo, min(lo + step, len(group.queries)))
             mine = group.places(part)
-            out[:, mine] = _attend(heads[:, mine], table, group, part)[..., :rank]
+            some = heads[:, mine] if isinstance(mine, slice) else heads.index_select(1, mine)
+            out[:, mine] = _attend(some, table, group, part)[..., :rank]
     return out.transpose(0, 1)
 
 
