@@ -198,6 +198,7 @@ def main() -> None:
         for length in args.prompts:
             compare(ours, theirs, batch, length, args)
     print(f"\nend: {load()}")
+    gc.unfreeze()
 
 
 if __name__ == "__main__":
