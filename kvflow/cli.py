@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,23 @@ import kvflow
 from kvflow import doctor
 from kvflow.errors import KvflowError
 
+_NOBODY_READS = 128 + 13
+"""What shells call the status of a process that SIGPIPE ended."""
+
 LAYOUTS = """Layouts are texts: "dcp8(i=1) paged(64)", "pcp4*dcp2@pcp(i=16) paged(16) glm-5.3/fp8",
 "replicated(4) latent:pool(64) indexer:paged(16)"; docs/explain.md has the language."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit status."""
+    """Runs one subcommand; returns its exit status, 141 if whoever reads the output has left."""
     options = _parser().parse_args(arguments)
-    return int(options.run(options))
+    try:
+        status = int(options.run(options))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes at its end
+        return _NOBODY_READS
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,11 +116,11 @@ def _run_calibrate(options: argparse.Namespace) -> int:
 
     try:
         costs = calibrate.measure(options.tokens, options.rounds)
-        print(calibrate.as_text(costs))
         options.path.write_text(costs.to_json())
     except (KvflowError, OSError) as error:
         print(f"kvflow calibrate: {error}", file=sys.stderr)
         return 2
+    print(calibrate.as_text(costs))
     print(f"written to {options.path}")
     return 0
 

@@ -35,6 +35,8 @@ def _guarded(
 ) -> int:
     try:
         run(options)
+    except BrokenPipeError:
+        raise  # no bad input
     except (KvflowError, OSError) as error:
         print(f"kvflow {name}: {error}", file=sys.stderr)
         return 2

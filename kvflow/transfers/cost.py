@@ -13,7 +13,7 @@ round trip is a third: only packing makes the owner do something before bytes ca
 
 import json
 from collections.abc import Iterable
-from math import isfinite
+from sys import float_info
 from typing import Literal, get_args
 
 import numpy as np
@@ -33,7 +33,8 @@ DIRECT: tuple[Strategy, ...] = ("pages", "strided", "runs")
 
 
 def _seconds(instance: object, attribute: object, value: float) -> None:
-    if not (isinstance(value, float) and isfinite(value) and value >= 0):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and 0 <= value <= float_info.max):
         name = getattr(attribute, "name", attribute)
         raise PlanError(f"{name} = {value!r}, must be seconds: finite and at least 0")
 
@@ -42,8 +43,8 @@ def _seconds(instance: object, attribute: object, value: float) -> None:
 class Rate:
     """Seconds for each item and for each byte."""
 
-    per_item: float = field(converter=float, validator=_seconds)
-    per_byte: float = field(converter=float, validator=_seconds)
+    per_item: float = field(validator=_seconds)
+    per_byte: float = field(validator=_seconds)
 
     def seconds(self, num_items: int, nbytes: int) -> float:
         return num_items * self.per_item + nbytes * self.per_byte
@@ -56,7 +57,7 @@ class Costs:
 
     wire: Rate = Rate(0.8e-6, 1 / 8e9)
     copy: Rate = Rate(0.03e-6, 1 / 6e9)
-    round_trip: float = field(default=600e-6, converter=float, validator=_seconds)
+    round_trip: float = field(default=600e-6, validator=_seconds)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

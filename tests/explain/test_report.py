@@ -1,6 +1,9 @@
 """What explain says is what the plan does."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -235,3 +238,16 @@ def test_bad_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         for flag, says in (("--costs", "no costs: "), ("--model", "bad.json is no JSON: ")):
             assert main(["explain", *PAIR, flag, str(bad)]) == 2
             assert says in capsys.readouterr().err
+
+
+def test_who_stops_reading_gets_no_complaint() -> None:
+    """As `kvflow explain ... | head -1`: here nobody reads a byte."""
+    unread, output = os.pipe()
+    os.close(unread)
+    command = ["explain", "dcp2(i=1) paged(4) tiny/fp8", "replicated(1) paged(4) tiny/fp8"]
+    run = f"import sys; from kvflow.cli import main; sys.exit(main({[*command, '--tokens', '9']}))"
+    with os.fdopen(output, "w") as stdout:
+        ended = subprocess.run(
+            [sys.executable, "-c", run], stdout=stdout, stderr=subprocess.PIPE, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (141, b"")

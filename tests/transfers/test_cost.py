@@ -330,7 +330,7 @@ def test_a_file_of_something_else_is_refused(text: str) -> None:
             Costs.from_json(held)
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), -1, "1e-6", True, None])
 def test_impossible_costs_are_refused(value: float) -> None:
     with pytest.raises(PlanError, match="must be seconds"):
         Rate(value, 0)
