@@ -1,6 +1,7 @@
 """The cost model: counts against lowering, prices by hand, choices by constants."""
 
 from collections.abc import Iterator
+from sys import float_info
 
 import numpy as np
 import pytest
@@ -336,3 +337,7 @@ def test_impossible_costs_are_refused(value: float) -> None:
         Rate(value, 0)
     with pytest.raises(PlanError, match="round_trip"):
         Costs(round_trip=value)
+
+
+def test_the_largest_number_of_seconds_is_one() -> None:
+    assert Rate(float_info.max, 0) == Rate(float_info.max, 0.0)
