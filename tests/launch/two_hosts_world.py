@@ -63,7 +63,7 @@ class World:
             return
         run = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--master-addr"]
         run += [hosts[0].address, "--master-port", str(STORE_PORT + self.num_groups)]
-        run += ["--nproc-per-node", str(per_host)]
+        run += ["--nproc-per-node", str(per_host), "--log-dir", str(self.scratch)]
         self.num_groups += 1
         for rank, host in enumerate(hosts):
             self.start(host, f"{engine}@{rank}", *run, "--node-rank", str(rank), *node, **log)
