@@ -24,7 +24,7 @@ from kvflow.layouts.paging import page_of
 from kvflow.layouts.pieces import Piece
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.lower import PageGeometry, SlotRuns, paired_pieces
-from kvflow.transfers.slot_cuts import take_runs
+from kvflow.transfers.slot_cuts import grains_of, take_runs
 
 Strategy = Literal["pages", "strided", "runs", "stage", "pack"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -140,6 +140,8 @@ def estimate_way(
 ) -> Estimate:
     """Of runs that all go one way."""
     payload, n = runs.num_tokens * src.record.row_nbytes(runs.src_heads), num_components
+    if not payload:
+        return Estimate()
     if way in DIRECT:
         count = num_descriptors(way, runs, src, dst)
         return Estimate(costs.wire.seconds(n * count, n * payload), n * count)
@@ -148,18 +150,18 @@ def estimate_way(
         rows = costs.copy.seconds(n * runs.num_tokens * len(pairs), n * payload)
         wire = costs.wire.seconds(1, n * payload)
         return Estimate(costs.round_trip + wire + 2 * rows, 1)
-    items = sum(runs.num_tokens // _together(runs, a, b) for a, b in pairs)
+    items = sum(_num_placed(runs, a, b) for a, b in pairs)
     pages = n * len(np.unique(page_of(runs.src, src.block_size)))
     fetched = costs.wire.seconds(pages, pages * src.record.page_extent(src.block_size))
     return Estimate(fetched + costs.copy.seconds(n * items, n * payload), pages)
 
 
-def _together(runs: SlotRuns, src: Piece, dst: Piece) -> int:
-    """Tokens that placing copies as one: as many as lie together in all runs. (A tile's stride is
-    more than its rows, so tokens in tiles never do.)"""
+def _num_placed(runs: SlotRuns, src: Piece, dst: Piece) -> int:
+    """Items that placing copies of a piece: tokens that lie together on both sides are one. (A
+    tile's stride is more than its rows, so tokens in tiles never do.)"""
     solid = (runs.src_stride * src.stride == src.nbytes).all()
     solid &= (runs.dst_stride * dst.stride == dst.nbytes).all()
-    return int(np.gcd.reduce(runs.count)) if solid else 1
+    return int((runs.count // grains_of(runs.count)).sum()) if solid else runs.num_tokens
 
 
 def num_descriptors(way: Strategy, runs: SlotRuns, src: PageGeometry, dst: PageGeometry) -> int:

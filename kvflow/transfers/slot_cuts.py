@@ -44,3 +44,15 @@ def cut_runs(runs: SlotRuns, size: int) -> list[SlotRuns]:
             )
         )
     return parts
+
+
+def grains_of(counts: Ints) -> Ints:
+    """How many neighbours are copied as one, for each of some runs of ``counts[i]`` of them, at
+    least one run of at least one: most tokens lie in runs of one length, or multiples of it, and
+    are copied by that; the others by what divides all of theirs. A head and a tail of a range are
+    not to cut up what lies between."""
+    lengths, times = np.unique(counts, return_counts=True)
+    usual = lengths[np.argmax(lengths * times)]
+    is_usual = counts % usual == 0
+    grains: Ints = np.where(is_usual, usual, np.gcd.reduce(counts[~is_usual]))
+    return grains

@@ -251,3 +251,9 @@ def test_who_stops_reading_gets_no_complaint() -> None:
             [sys.executable, "-c", run], stdout=stdout, stderr=subprocess.PIPE, check=False
         )
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_a_command_without_an_output_does_its_work() -> None:
+    run = "import sys; sys.stdout = None; from kvflow.cli import main; sys.exit(main(['doctor']))"
+    ended = subprocess.run([sys.executable, "-c", run], stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")

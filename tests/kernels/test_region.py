@@ -57,6 +57,20 @@ def test_more_than_there_is_is_refused_with_its_number(nbytes):
         region_memory(nbytes)
 
 
+def test_ordinary_memory_is_refused_alike(monkeypatch):
+    monkeypatch.delattr(region.mmap, "MADV_HUGEPAGE")
+    with pytest.raises(CapacityError, match=f"does not give {1 << 60} bytes"):
+        region_memory(1 << 60)
+
+
+@pytest.mark.parametrize("sizes", [[-1], [4 << 20, -1, 10]])
+def test_less_than_nothing_is_refused(sizes):
+    with pytest.raises(CapacityError, match="a region of -1 bytes, must be at least 0"):
+        region_memories(sizes)
+    with pytest.raises(CapacityError, match="a region of -1 bytes, must be at least 0"):
+        region_memory(-1)
+
+
 def test_a_system_that_refuses_the_advice_keeps_small_pages(monkeypatch):
     class Refusing(mmap.mmap):
         def madvise(self, *args):

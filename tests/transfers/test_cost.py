@@ -24,8 +24,10 @@ from kvflow.transfers.cost import (
     Costs,
     Estimate,
     Rate,
+    Strategy,
     choose,
     estimate,
+    estimate_way,
     num_descriptors,
     same_pages,
     ways,
@@ -221,7 +223,7 @@ def test_descriptors_by_hand() -> None:
         three = estimate(Costs(), strategy, runs, at, at, 3).num_descriptors
         assert three == (1 if strategy == "pack" else 3 * count)
     copied = Costs(NONE, Rate(1, 0), 0)
-    assert estimate(copied, "stage", runs, at, at).seconds == 6 // 2 * 2  # two tokens are one item
+    assert estimate(copied, "stage", runs, at, at).seconds == 2 * 2  # neighbours are one item
     assert estimate(copied, "pack", runs, at, at).seconds == 2 * 6 * 2  # packed planes lie apart
     assert Estimate(1.0, 2) + Estimate(3.0, 4) == Estimate(4.0, 6)
 
@@ -235,9 +237,11 @@ def test_staged_tokens_are_one_item_if_they_lie_together_on_both_sides() -> None
     def items(src: PageGeometry, dst: PageGeometry, *runs: tuple[int, int, int, int, int]) -> float:
         return estimate(copied, "stage", slot_runs(*runs), src, dst, 5).seconds / 5
 
-    assert items(rows, rows, (0, 1, 8, 1, 4), (16, 1, 0, 1, 6)) == 10 / 2
+    assert items(rows, rows, (0, 1, 8, 1, 4), (16, 1, 0, 1, 6)) == 2
+    assert items(rows, rows, (0, 1, 8, 1, 4), (16, 1, 0, 1, 4), (8, 1, 32, 1, 3)) == 3
     assert items(rows, rows, (0, 1, 8, 1, 4)) == 1
-    assert items(at, at, (0, 1, 8, 1, 4), (16, 1, 0, 1, 8)) == 12 // 4 * 2
+    assert items(at, at, (0, 1, 8, 1, 4), (16, 1, 0, 1, 8)) == 2 * 2
+    assert items(at, at, (0, 1, 8, 1, 4), (16, 1, 0, 1, 4), (32, 1, 24, 1, 8)) == 4 * 2
     assert items(rows, rows, (0, 2, 8, 1, 4)) == items(rows, rows, (0, 1, 8, 2, 4)) == 4
     assert items(rows, rows, (0, 1, 8, 1, 4), (16, 2, 0, 1, 4)) == 8  # not in all runs
     assert items(rows, rows, (0, 1, 8, 1, 4), (16, 1, 0, 2, 4)) == 8
@@ -341,3 +345,10 @@ def test_impossible_costs_are_refused(value: float) -> None:
 
 def test_the_largest_number_of_seconds_is_one() -> None:
     assert Rate(float_info.max, 0) == Rate(float_info.max, 0.0)
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_nothing_costs_nothing(way: Strategy) -> None:
+    at = pages(ROW, 4)
+    for runs in (SlotRuns(*[np.empty(0, np.int64)] * 5), slot_runs((0, 1, 4, 1, 0))):
+        assert estimate_way(Costs(), way, runs, at, at, 3) == Estimate()

@@ -1,12 +1,13 @@
 """Cuts of the runs of a link, against its tokens one by one."""
 
 import numpy as np
+import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.transfers.lower import SlotRuns
-from kvflow.transfers.slot_cuts import cut_runs, mirrored, take_runs
+from kvflow.transfers.slot_cuts import cut_runs, grains_of, mirrored, take_runs
 
 Run = tuple[int, int, int, int, int]
 """First source slot, its stride, first target slot, its stride, number of tokens."""
@@ -63,3 +64,31 @@ def test_the_way_back_swaps_both_sides(runs: list[Run]) -> None:
     assert (back.src_heads, back.dst_heads) == ((2, 3), (0, 1))
     whole = mirrored(evolve(there, src_heads=None))
     assert (whole.src_heads, whole.dst_heads) == ((2, 3), None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "grains"),
+    [
+        ([1], [1]),
+        ([7], [7]),
+        ([16, 16, 16], [16, 16, 16]),
+        ([16, 16, 1], [16, 16, 1]),  # a tail
+        ([3, 16, 32, 16, 9], [3, 16, 16, 16, 3]),  # a head, a tail, and two that met
+        ([1, 16, 1, 16, 16, 8], [1, 16, 1, 16, 16, 1]),
+        ([4, 4, 4, 4, 64], [4, 4, 4, 4, 64]),  # most tokens are in the longest
+        ([2, 2, 2, 5], [2, 2, 2, 5]),
+        ([6, 4], [6, 4]),
+        ([12, 4, 8], [12, 4, 4]),
+    ],
+)
+def test_grains_are_those_of_most_tokens_and_of_the_others(
+    counts: list[int], grains: list[int]
+) -> None:
+    assert grains_of(np.array(counts)).tolist() == grains
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=12))
+def test_grains_divide_their_runs(counts: list[int]) -> None:
+    grains = grains_of(np.array(counts))
+    assert (np.array(counts) % grains == 0).all()
+    assert len(set(grains.tolist())) <= 2

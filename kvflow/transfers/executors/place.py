@@ -1,5 +1,6 @@
 """Placing pages that lie in staging: one index computation for all components that look alike."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from kvflow.errors import PlanError
 from kvflow.layouts.pieces import Heads
 from kvflow.layouts.sharding import Ints
 from kvflow.transfers.lower import PageGeometry, paired_pieces
+from kvflow.transfers.slot_cuts import grains_of
 
 _NATIVE = (1, 2, 4, 8)
 Bytes = npt.NDArray[np.uint8]
@@ -41,13 +43,15 @@ class _Items:
         return np.ndarray((self.length,), self.dtype, memory, strides=(self.unit,))
 
 
-def _paired(src: Ints, dst: Ints, nbytes: int) -> tuple[_Items, _Items]:
-    """``nbytes`` from ``src[i]`` to ``dst[i]``: as many neighbours in one item as all that lie
-    together on both sides come in multiples of."""
+def _paired(src: Ints, dst: Ints, nbytes: int) -> Iterator[tuple[_Items, _Items]]:
+    """``nbytes`` from ``src[i]`` to ``dst[i]``: neighbours that lie together on both sides in
+    larger items, one pair for each size."""
     apart = (np.diff(src) != nbytes) | (np.diff(dst) != nbytes)
-    grain = int(np.gcd.reduce(np.append(np.flatnonzero(apart) + 1, len(src))))
-    some = slice(None, None, grain)
-    return _Items.at(src[some], grain * nbytes), _Items.at(dst[some], grain * nbytes)
+    counts = np.diff(np.flatnonzero(apart) + 1, prepend=0, append=len(src))
+    grains = np.repeat(grains_of(counts), counts)
+    for grain in np.unique(grains).tolist():
+        first = np.flatnonzero(grains == grain)[::grain]
+        yield _Items.at(src[first], grain * nbytes), _Items.at(dst[first], grain * nbytes)
 
 
 @frozen(eq=False)
@@ -67,15 +71,16 @@ class Placing:
         src_heads: Heads | None = None,
         dst_heads: Heads | None = None,
     ) -> "Placing":
-        """Token ``src_slots[i]`` goes to ``dst_slots[i]``, in some heads of what either side
-        stores (default: all); both have at least one."""
+        """Token ``src_slots[i]`` goes to ``dst_slots[i]``, each another one, in some heads of what
+        either side stores (default: all); both have at least one."""
         if len(src_slots) != len(dst_slots) or not len(src_slots):
             raise PlanError(f"{len(src_slots)} source slots for {len(dst_slots)} target slots")
         pairs = paired_pieces(src, dst, src_heads, dst_heads)
         return cls(
             tuple(
-                _paired(src.address(src_slots, a), dst.address(dst_slots, b), a.nbytes)
+                items
                 for a, b in pairs
+                for items in _paired(src.address(src_slots, a), dst.address(dst_slots, b), a.nbytes)
             )
         )
 

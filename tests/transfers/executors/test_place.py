@@ -43,6 +43,9 @@ def test_tokens_arrive_and_nothing_else_changes(data: st.DataObject) -> None:
     few = data.draw(st.integers(1, 64 // length))
     starts = [np.array(data.draw(firsts))[:few] for _ in range(2)]
     a, b = (np.add.outer(first, np.arange(length)).ravel() for first in starts)
+    low = data.draw(st.integers(0, length - 1))  # a head and a tail that are shorter
+    high = len(a) - data.draw(st.integers(0, length - 1 - low))
+    a, b = a[low:high], b[low:high]
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
     memory = rng.integers(0, 256, src.nbytes, np.uint8)
     before = rng.integers(0, 256, dst.nbytes, np.uint8)
@@ -56,12 +59,13 @@ def test_tokens_arrive_and_nothing_else_changes(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("src", "dst", "lengths"),
     [
-        ([0, 1, 2, 3, 8, 9], [4, 5, 6, 7, 0, 1], [20]),  # 4 and 2 neighbours: two by two
+        ([0, 1, 2, 3, 8, 9], [4, 5, 6, 7, 0, 1], [20, 40]),  # 2 neighbours, and 4
+        ([0, 1, 2, 3, 6, 7, 8, 9, 12], [3, 4, 5, 6, 10, 11, 12, 13, 0], [10, 40]),  # and a tail
         ([0, 1, 2, 3], [4, 5, 6, 7], [40]),
         ([0, 1, 2, 3], [4, 5, 8, 9], [20]),  # a gap in the target alone
         ([0, 1, 4, 5], [4, 5, 6, 7], [20]),  # in the source alone
         ([0, 2, 4], [0, 1, 2], [10]),
-        ([0, 1, 2, 8], [0, 1, 2, 8], [10]),  # 3 and 1
+        ([0, 1, 2, 8], [0, 1, 2, 8], [10, 30]),
         ([1, 0], [1, 0], [10]),
     ],
 )
